@@ -41,7 +41,7 @@ import torch.nn.functional as F
 import tyro
 
 SIZES = {  # deter, hidden, stoch, classes, units, layers, blocks; 1m and up are the official ones
-    "tiny": (128, 128, 8, 8, 128, 2, 1),
+    "tiny": (128, 64, 8, 8, 64, 2, 1),
     "small": (192, 192, 12, 12, 192, 2, 1),
     "1m": (512, 64, 32, 4, 64, 3, 8),
     "12m": (2048, 256, 32, 16, 256, 3, 8),
@@ -319,8 +319,8 @@ def sample_onehot(probs):
 
 
 def straight_through(probs):
-    """A one-hot sample whose gradient is that of the probabilities."""
-    return sample_onehot(probs.detach()) + probs - probs.detach()
+    """A one-hot sample whose gradient is that of the probabilities; the bracket is exactly zero."""
+    return sample_onehot(probs.detach()) + (probs - probs.detach())
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -421,9 +421,9 @@ class RSSM(nn.Module):
         action_features = self.in_action(squash_action(prev_actions) * keep)
         token_features = self.post_tokens(tokens)
         steps = []
-        for t in range(len(tokens)):
-            deter = self.core(deter * keep[t], stoch * keep[t], action_features[t])
-            logits = self.post_out(self.post_deter(deter) + token_features[t])
+        for alive, action_feature, token_feature in zip(keep, action_features, token_features):
+            deter = self.core(deter * alive, stoch * alive, action_feature)
+            logits = self.post_out(self.post_deter(deter) + token_feature)
             stoch = self.sample(logits)
             steps.append((deter, stoch, logits))
         return tuple(torch.stack(parts) for parts in zip(*steps))
