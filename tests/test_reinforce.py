@@ -2,11 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -21,11 +24,13 @@ from reinforce import (
     compute_logprobs,
     compute_reinforce_loss,
     compute_returns,
+    evaluate,
     finished,
     gen_rollout,
     get_actions,
     make_vector_env,
     normalize_returns,
+    train,
     update,
 )
 
@@ -514,3 +519,125 @@ def test_the_entropy_bonus_alone_raises_entropy():
 def test_a_gradient_that_is_not_finite_stops_training_by_name():
     with pytest.raises(TrainingError, match="non-finite"):
         one_update(random_tau(2, 3, rewards=torch.tensor([[1.0, math.inf, 0.0], [0.0, 1.0, 2.0]])))
+
+
+# ------------------------------------------------------------------------------------ environments
+
+
+class Spaces(gym.Env):
+    """One step; remembers the last action that reached it."""
+
+    def __init__(self, observation_space, action_space, render_mode=None):
+        self.observation_space, self.action_space = observation_space, action_space
+        self.last_action = None
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(0)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.last_action = action
+        return self.observation_space.sample(), 1.0, True, False, {}
+
+
+gym.register("Spaces-v0", Spaces, disable_env_checker=True)
+vector, image = Box(-1, 1, (3,), np.float64), Box(0, 255, (8, 8, 3), np.uint8)
+
+
+def vector_env_of(monkeypatch, observation_space, action_space):
+    spaces = {"observation_space": observation_space, "action_space": action_space}
+    monkeypatch.setattr(gym.registry["Spaces-v0"], "kwargs", spaces)
+    return make_vector_env("Spaces-v0", 3)
+
+
+def test_discrete_observations_become_one_hot(monkeypatch):
+    envs = vector_env_of(monkeypatch, Discrete(4, start=1), Discrete(2))
+    tau, _ = gen_rollout(envs, PolicyNetwork((4,), 2), 6)
+    assert tau.obs.shape == (3, 6, 4)
+    assert torch.equal(tau.obs.sum(-1), torch.ones(3, 6))
+
+
+def test_float64_observations_train(monkeypatch):
+    envs = vector_env_of(monkeypatch, vector, Discrete(2))
+    policy = PolicyNetwork((3,), 2)
+    tau, _ = gen_rollout(envs, policy, 6)
+    metrics = update(policy, torch.optim.Adam(policy.parameters()), tau, Args())
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_actions_that_start_elsewhere_are_shifted(monkeypatch):
+    envs = vector_env_of(monkeypatch, vector, Discrete(2, start=5))
+    tau, _ = gen_rollout(envs, PolicyNetwork((3,), 2), 6)
+    assert set(tau.actions.unique().tolist()) <= {0, 1}
+    assert [env.unwrapped.last_action for env in envs.envs] == (tau.actions[:, -1] + 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("observation_space", "action_space", "named"),
+    [
+        (vector, Box(-1, 1, (2,)), "Box actions"),
+        (vector, MultiDiscrete([3, 4]), "MultiDiscrete actions"),
+        (image, Discrete(2), "Box observations"),
+        (gym.spaces.Dict(a=vector), Discrete(2), "Dict observations"),
+        (gym.spaces.Tuple([vector]), Discrete(2), "Tuple observations"),
+    ],
+)
+def test_other_spaces_are_refused_by_name(monkeypatch, observation_space, action_space, named):
+    with pytest.raises(UsageError, match=rf"Spaces-v0 has {named}.*use ppo\.py"):
+        vector_env_of(monkeypatch, observation_space, action_space)
+
+
+# ------------------------------------------------------------------------- evaluation, whole runs
+
+
+def test_evaluation_takes_the_same_number_of_episodes_from_every_environment():
+    args = Args(env_id="tests.probes:Count-v0", num_envs=8)
+    returns, lengths = evaluate(PolicyNetwork((1,), 2), args, 12, seed=0)
+    assert returns.tolist() == [3.0] * 12 and lengths.tolist() == [3] * 12
+
+
+def test_evaluation_is_greedy_or_sampled_as_asked():
+    policy = PolicyNetwork((1,), 2)
+    with torch.no_grad():
+        policy.network[-1].bias[1] = 0.5  # prefers action 1, which earns 1, with probability 0.62
+    args = Args(env_id="tests.probes:BestAction-v0", num_envs=8)
+    greedy, _ = evaluate(policy, args, 200, seed=0)
+    sampled, _ = evaluate(policy, replace(args, deterministic=False), 200, seed=0)
+    assert greedy.mean() == 1
+    assert 0 < sampled.mean() < 0.5
+
+
+SMALL = {"num_envs": 16, "num_steps": 16, "total_timesteps": 30_000, "wandb_mode": "disabled"}
+
+
+@pytest.mark.parametrize("probe", ["BestAction", "ObsAction"])
+def test_probes_whose_answer_is_a_policy_are_solved(probe, tmp_path):
+    args = Args(env_id=f"tests.probes:{probe}-v0", runs_dir=str(tmp_path), **SMALL)
+    summary = train(args)
+    assert summary["return_mean_100"] > 0.9 and summary["eval_return_mean"] == 1
+
+
+@pytest.mark.parametrize("probe", ["ConstantValue", "ObsValue", "TwoSteps"])
+def test_probes_that_teach_a_policy_nothing_do_no_harm(probe, tmp_path):
+    args = Args(env_id=f"tests.probes:{probe}-v0", runs_dir=str(tmp_path), **SMALL)
+    assert math.isfinite(train(args)["eval_return_mean"])
+
+
+def test_a_seed_repeats_a_run_bit_for_bit(tmp_path):
+    def weights(seed):
+        options = {**SMALL, "total_timesteps": 1000, "eval_episodes": 4, "seed": seed}
+        train(Args(env_id="CartPole-v1", runs_dir=str(tmp_path / str(len(runs))), **options))
+        runs.append(seed)
+        return torch.load(next(tmp_path.glob(f"{len(runs) - 1}/*/last.pt")))["agent"]
+
+    runs = []
+    first, again, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_cartpole_is_learned(tmp_path):
+    summary = train(Args(runs_dir=str(tmp_path), wandb_mode="disabled"))
+    assert summary["return_mean_100"] >= 475
+    assert summary["eval_return_mean"] >= 475
