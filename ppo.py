@@ -3,9 +3,9 @@
     python ppo.py --env-id LunarLander-v2          # train, evaluate, save the model and a GIF of it
     python ppo.py --evaluate runs/RUN/best.pt      # play a saved model
 
-One iteration: every environment takes `num_steps` steps with the current policy; generalised advantage
-estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) says how much better each action was than
-expected; several epochs of minibatches then raise the clipped surrogate objective (eq. 7 of PPO)
+One iteration: every environment takes `num_steps` steps with the current policy; generalised
+advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) says how much better each
+action was than expected; several epochs of minibatches then raise the clipped surrogate (eq. 7)
 
     E[ min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage) ],
     ratio = pi(action | obs) / pi_old(action | obs).
@@ -16,13 +16,13 @@ Details that matter:
 - Rewards are divided by the running standard deviation of the discounted return, so that one set of
   learning rates serves environments of any reward scale. Reported returns are raw.
 - Advantages are normalised per minibatch; gradients are clipped by norm, per network.
-- Only the actor runs while stepping; values and log-probs of a whole rollout are computed in one batch.
+- Only the actor runs while stepping; values and log-probs of a rollout are computed in one batch.
 - Environments step in worker processes over shared memory; results do not depend on their number.
 """
 
 import time
 
-START = time.perf_counter()  # before the slow imports, so that a run can tell how long it took in all
+START = time.perf_counter()  # before the slow imports, so that a run can tell its whole duration
 
 import argparse
 import contextlib
@@ -41,7 +41,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -73,7 +72,7 @@ class Args:
     seed: int = 1  # seeds torch and the environments
     total_timesteps: int = 300_000  # environment steps, rounded up to whole iterations
     device: str = "auto"  # cpu, cuda, mps; auto is the CPU, which is faster for small networks
-    num_workers: int | None = None  # processes that step environments: 0 = none, default one per core
+    num_workers: int | None = None  # processes that step environments; default one per core, 0 none
     runs_dir: str = "runs"  # where the run's folder is created
     save_every: int = 10  # iterations between two checkpoints
     eval_episodes: int = 100  # episodes of the evaluation
@@ -88,7 +87,7 @@ class Args:
     num_minibatches: int = 8  # gradient steps per epoch
     update_epochs: int = 6  # passes over each rollout
     learning_rate: float | None = None  # sets actor_lr and critic_lr at once
-    actor_lr: float = 1.5e-3  # learning rate of the actor
+    actor_lr: float = 2.5e-3  # learning rate of the actor
     critic_lr: float = 4e-3  # learning rate of the critic
     anneal_lr: bool = True  # both learning rates fall linearly towards zero
     gamma: float = 0.995  # discount per step
@@ -112,15 +111,21 @@ class Args:
         return math.ceil(self.total_timesteps / self.batch_size)
 
     def __post_init__(self):
-        for name in "total_timesteps num_envs num_steps num_minibatches update_epochs save_every".split():
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be 1 or more")
-        for name in "gamma gae_lambda".split():
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1")
+        for names, low, high in (
+            ("total_timesteps num_envs num_steps num_minibatches update_epochs", 1, math.inf),
+            ("save_every eval_episodes hidden_sizes", 1, math.inf),
+            ("seed num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
+            ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
+            ("gamma gae_lambda", 0, 1),
+        ):
+            for name in names.split():
+                value, option = getattr(self, name), "--" + name.replace("_", "-")
+                for number in value if isinstance(value, tuple) else [value]:
+                    if number is not None and not low <= number <= high:
+                        raise UsageError(f"{option} {number} must be between {low} and {high}")
         if self.num_minibatches > self.batch_size:
             raise UsageError(
-                f"--num-minibatches {self.num_minibatches} is more than the {self.batch_size} samples "
+                f"--num-minibatches {self.num_minibatches} exceeds the {self.batch_size} samples "
                 f"of a rollout (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
             )
 
@@ -164,11 +169,13 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise UsageError(f"--env-id {env_id}: {error}") from None
     if not isinstance(env.action_space, gym.spaces.Discrete):
-        raise UsageError(f"{env_id} has a {type(env.action_space).__name__} action space; need Discrete")
+        kind = type(env.action_space).__name__
+        raise UsageError(f"--env-id {env_id} has {kind} actions, this script needs Discrete ones")
     if start := int(env.action_space.start):
         actions = gym.spaces.Discrete(env.action_space.n)
         env = gym.wrappers.TransformAction(env, lambda action: action + start, actions)
-    if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) != 1:
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return env
 
@@ -176,9 +183,9 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
 def step_environments(make, seeds, arrays, first):
     """Generator that owns environments first, first + 1, ...: next() resets them, then steps them.
 
-    It reads their actions from the shared arrays and writes what came back. Autoreset happens in the
-    same step: after an episode's end `obs` is already the next episode's first observation, and
-    `final_obs` the last one of the episode that ended.
+    It reads their actions from the shared arrays and writes what came back. Autoreset happens in
+    the same step: after an episode's end `obs` is already the first observation of the next one,
+    and `final_obs` the last one of the episode that ended.
     """
     envs, index = [], first
     try:
@@ -213,7 +220,7 @@ def step_environments(make, seeds, arrays, first):
 
 
 def as_arrays(shared):
-    """Numpy views of shared memory blocks, which pickle for a worker process where arrays do not."""
+    """Numpy views of shared memory blocks, which reach a spawned worker where arrays do not."""
     return {
         name: np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
         for name, (memory, shape, dtype) in shared.items()
@@ -221,9 +228,9 @@ def as_arrays(shared):
 
 
 def env_worker(connection, others, make, seeds, shared, first):
-    """A worker process: steps its environments once per message, ends when the main process does."""
+    """A worker process: steps its environments once per message, ends with the main process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main one decides
+        signal.signal(signum, signal.SIG_IGN)  # Ctrl-C reaches all; the main process decides
     for other in others:
         other.close()  # inherited ends would keep the pipes open when the main process is gone
     with contextlib.suppress(EOFError, OSError):
@@ -236,18 +243,19 @@ def env_worker(connection, others, make, seeds, shared, first):
 
 
 class VectorEnv:
-    """N environments in W worker processes (0: in this one), same-step autoreset, one meaning everywhere.
+    """N environments in W worker processes (0: in this one), with same-step autoreset.
 
     After `step(actions)`: `rewards`, `terminated`, `truncated` [N] are of the step just made, `obs`
-    [N, ...] is what the policy sees next; where an episode ended, `final_obs`, `episode_returns` and
-    `episode_lengths` tell how. All of them are views that the next step overwrites.
+    [N, ...] is what the policy sees next; where an episode ended, `final_obs`, `episode_returns`
+    and `episode_lengths` tell how. All of them are views that the next step overwrites.
     """
 
     def __init__(self, make, seeds, num_workers=0, start_method=None):
         self.workers, self.connections, self.local = [], [], None
         env = make()
-        self.observation_space, self.action_space, self.spec = env.observation_space, env.action_space, env.spec
         env.close()
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.reward_threshold = env.spec.reward_threshold if env.spec else None
         num_envs, obs_shape = len(seeds), self.observation_space.shape
         layout = {
             "obs": ((num_envs, *obs_shape), np.float32),
@@ -295,7 +303,8 @@ class VectorEnv:
                 failure = connection.recv_bytes()
             except (EOFError, OSError):
                 worker.join(1)
-                raise TrainingError(f"an environment worker died (exit code {worker.exitcode})") from None
+                code = worker.exitcode
+                raise TrainingError(f"an environment worker died (exit code {code})") from None
             if failure:
                 raise TrainingError(failure.decode())
 
@@ -313,8 +322,8 @@ class VectorEnv:
 # --------------------------------------------------------------------------------------- networks
 
 
-def mlp(inputs: int, hidden_sizes: tuple[int, ...], outputs: int, output_gain: float) -> nn.Sequential:
-    """Tanh layers with orthogonal weights; a small output gain makes the first policy near uniform."""
+def mlp(inputs: int, hidden_sizes: tuple[int, ...], outputs: int, output_gain: float):
+    """Tanh layers, orthogonal weights; a small output gain makes the first policy near uniform."""
     layers = []
     for width in hidden_sizes:
         layers += [nn.Linear(inputs, width), nn.Tanh()]
@@ -328,7 +337,7 @@ def mlp(inputs: int, hidden_sizes: tuple[int, ...], outputs: int, output_gain: f
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples so far (Chan et al. 1979), as buffers: saved with the agent."""
+    """Mean and variance of all samples so far (Chan et al. 1979), saved with the agent."""
 
     def __init__(self, shape=()):
         super().__init__()
@@ -342,8 +351,8 @@ class RunningMeanStd(nn.Module):
         var, mean = torch.var_mean(samples, dim=0, correction=0)
         count, total = len(samples), self.count + len(samples)
         delta = mean - self.mean
-        self.var = (self.var * self.count + var * count + delta**2 * self.count * count / total) / total
-        self.mean = self.mean + delta * count / total
+        squares = self.var * self.count + var * count + delta**2 * self.count * count / total
+        self.var, self.mean = squares / total, self.mean + delta * count / total
         self.count = total
 
 
@@ -359,17 +368,12 @@ class Agent(nn.Module):
     def value(self, obs):
         return self.critic(obs).squeeze(-1)
 
-    @torch.no_grad()
-    def act(self, obs, deterministic: bool):
-        logits = self.actor(obs)
-        return logits.argmax(-1) if deterministic else sample(logits, torch.empty_like(logits).exponential_())
-
 
 # -------------------------------------------------------------------------------- the mathematics
 
 
 def sample(logits, noise):
-    """Categorical samples by the Gumbel trick, from unit exponential noise. [..., A] each -> [...]"""
+    """Categorical samples by the Gumbel trick from unit exponential noise. [..., A] -> [...]"""
     return (logits - noise.log()).argmax(-1)
 
 
@@ -383,8 +387,9 @@ def log_prob_and_entropy(logits, actions):
 def compute_returns(rewards, done, bootstrap, gamma):
     """Discounted rewards-to-go. All inputs and the result: [T, N].
 
-    bootstrap[t] is the value of the state that step t led to, zero if that state is terminal; it stands
-    for the rewards that are not in the rollout, so it is used only where an episode or the rollout ends.
+    bootstrap[t] is the value of the state that step t led to, zero if that state is terminal; it
+    stands for rewards that are not in the rollout, so it counts only where an episode or the
+    rollout ends.
     """
     returns, following = torch.empty_like(rewards), bootstrap[-1]
     for t in reversed(range(len(rewards))):
@@ -394,10 +399,10 @@ def compute_returns(rewards, done, bootstrap, gamma):
 
 
 def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16). All inputs and the result: [T, N].
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16). Inputs and result: [T, N].
 
-    next_values[t] is the value of the state that step t really led to: at an episode's end that is the
-    final observation's, not that of the next episode's first. Termination removes the bootstrap; any
+    next_values[t] is the value of the state that step t really led to: at an episode's end that of
+    the final observation, not of the next episode's first. Termination removes the bootstrap; any
     episode end stops the trace.
     """
     delta = rewards + gamma * next_values * (1 - terminated.to(rewards)) - values
@@ -409,7 +414,7 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
 
 
 def discounted_sums(rewards, done, carry, gamma):
-    """Discounted sum of an episode's rewards up to each step: [T, N], and the carry [N] into the next.
+    """Discounted sums of each episode's rewards so far: [T, N], and the carry [N] into the next.
 
     Its deviation is the scale that rewards are divided by (Engstrom et al. 2020, arXiv:2005.12729).
     """
@@ -421,10 +426,10 @@ def discounted_sums(rewards, done, carry, gamma):
 
 
 def ppo_policy_loss(log_probs, old_log_probs, advantages, clip_coef):
-    """Clipped surrogate (Schulman et al. 2017, eq. 7), to minimise. [B] each -> loss, approx_kl, clipfrac.
+    """Clipped surrogate (Schulman et al. 2017, eq. 7), to minimise, and two diagnostics. [B] each.
 
-    approx_kl is the k3 estimator of KL(old || new) (Schulman 2020, joschu.net/blog/kl-approx.html):
-    never negative; clipfrac is the share of ratios beyond the clip.
+    approx_kl estimates KL(old || new) by k3 (Schulman 2020, joschu.net/blog/kl-approx.html), which
+    is never negative; clipfrac is the share of ratios beyond the clip.
     """
     log_ratio = log_probs - old_log_probs
     ratio = log_ratio.exp()
@@ -437,7 +442,7 @@ def ppo_policy_loss(log_probs, old_log_probs, advantages, clip_coef):
 
 
 def value_loss(values, old_values, targets, clip_coef=None):
-    """Half the mean squared error, [B] each; with clip_coef the pessimistic one of a clipped step."""
+    """Half the mean squared error, [B] each; clip_coef takes the worse one of a clipped step."""
     loss = (values - targets) ** 2
     if clip_coef is not None:
         clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
@@ -505,7 +510,7 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, device) -> tuple[Roll
         rollout.done[t] = torch.from_numpy(done)
         if done.any():
             rollout.final_obs[t, done] = torch.from_numpy(envs.final_obs[done])
-            episodes += zip(envs.episode_returns[done].tolist(), envs.episode_lengths[done].tolist())
+            episodes += zip(envs.episode_returns[done], envs.episode_lengths[done])
     rollout.obs[num_steps] = obs
     check_finite("observation", rollout.obs)
     check_finite("observation", rollout.final_obs)
@@ -571,179 +576,209 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise TrainingError(f"non-finite {name}; the last checkpoint is untouched")
-    unexplained = (batch.targets - batch.values).var(correction=0)
-    explained_variance = 1 - unexplained / batch.targets.var(correction=0)  # NaN: nothing to explain
+    unexplained, spread = (batch.targets - batch.values).var(), batch.targets.var()
+    explained_variance = 1 - unexplained / spread  # NaN or -inf where there is nothing to explain
     return {**metrics, "losses/explained_variance": explained_variance.item()}
 
 
-# ------------------------------------------------------------------- evaluation, files and logging
+# -------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(agent: Agent, args: Args, num_episodes: int, seed) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Raw returns and lengths of num_episodes episodes, the same number in every environment.
 
-    Equal numbers matter: taking the first num_episodes to end would favour short episodes.
+    Equal numbers matter: the first num_episodes to end would be the short ones.
     """
     num_envs = max(n for n in range(1, args.num_envs + 1) if num_episodes % n == 0)
-    seeds = np.random.SeedSequence(seed).generate_state(num_envs)
-    with contextlib.closing(start_envs(args, seeds)) as envs:
-        device = next(agent.parameters()).device
-        episodes = [[] for _ in range(num_envs)]
-        while min(map(len, episodes)) < num_episodes // num_envs:
-            obs = torch.from_numpy(envs.obs).to(device)
-            envs.step(agent.act(obs, args.deterministic).cpu().numpy())
+    quota, episodes = num_episodes // num_envs, [[] for _ in range(num_envs)]
+    with contextlib.closing(start_envs(args, [args.seed, EVALUATION], num_envs)) as envs:
+        while min(map(len, episodes)) < quota:
+            envs.step(act(agent, envs.obs, args.deterministic))
             for i in np.flatnonzero(envs.terminated | envs.truncated):
                 episodes[i].append((envs.episode_returns[i], envs.episode_lengths[i]))
-    returns, lengths = np.array([own[: num_episodes // num_envs] for own in episodes]).reshape(-1, 2).T
+    returns, lengths = np.array([own[:quota] for own in episodes]).reshape(-1, 2).T
     return returns, lengths
 
 
-def record_gif(agent: Agent, args: Args, seed: int, path: Path) -> float:
-    """Plays one episode in an environment that renders, writes it to path, returns its return."""
+def act(agent: Agent, obs: np.ndarray, deterministic: bool) -> np.ndarray:
+    """Actions for observations [N, ...]: the most likely ones, or samples."""
+    with torch.no_grad():
+        device = next(agent.parameters()).device
+        logits = agent.actor(torch.as_tensor(obs, dtype=torch.float32, device=device))
+        noise = torch.ones_like(logits)  # equal noise leaves the most likely action in front
+        return sample(logits, noise if deterministic else noise.exponential_()).cpu().numpy()
+
+
+def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
+    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+    returns, lengths = evaluate(agent, args, args.eval_episodes)
     env = make_env(args.env_id, render_mode="rgb_array")
-    device = next(agent.parameters()).device
+    record_gif(env, args.seed, lambda obs: act(agent, obs[None], args.deterministic)[0], gif)
+    print(
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
+    return {
+        "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
+        "eval_episodes": len(returns),
+    }
+
+
+def evaluate_checkpoint(args: Args):
+    """--evaluate: plays a saved model; the GIF lies beside it."""
+    path = local_file(args.evaluate)
+    agent = build_agent(args)
+    restore(agent, load_checkpoint(path), path)
+    gif = Path(path).with_name("evaluation.gif")
+    evaluate_and_record(agent, args, gif)
+    print(f"GIF: {gif}")
+
+
+def record_gif(env: gym.Env, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
     fps = env.metadata.get("render_fps", 30)
     skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
-    (obs, _), frames, total = env.reset(seed=seed), [], 0.0
-    for step in range(10_000):  # an environment without a time limit must not fill the memory
-        if step % skip == 0:
-            frame = Image.fromarray(env.render())
-            frame.thumbnail((400, 400))
-            frames.append(frame.quantize(64))
-        action = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device)[None], args.deterministic)
-        obs, reward, terminated, truncated, _ = env.step(action[0].cpu().numpy())
-        total += float(reward)
-        if terminated or truncated:
-            break
+    (obs, _), done, frames = env.reset(seed=seed), False, []
+    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
+        for _ in range(skip):
+            obs, _, terminated, truncated, _ = env.step(act(obs))
+            done = done or terminated or truncated
+            if done:
+                break
+        frame = Image.fromarray(env.render())
+        frame.thumbnail((400, 400))
+        frames.append(frame.quantize(64))
     env.close()
-    with whole_file(path) as temporary:
-        frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:],
-                       duration=1000 * skip / fps, loop=0)
-    return total
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
 
 
-def plot_learning_curve(metrics: Path, title: str, path: Path):
-    """Draws the mean return of the last 100 episodes over environment steps."""
-    from matplotlib.figure import Figure  # slow to import, and needed only here
-
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [row for row in rows if row.get("charts/return_mean_100") is not None]
-    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
-    axes.plot([row["global_step"] for row in rows], [row["charts/return_mean_100"] for row in rows])
-    axes.set(title=title, xlabel="environment steps", ylabel="mean return, last 100 episodes")
-    axes.grid(alpha=0.3)
-    with whole_file(path) as temporary:
-        axes.figure.savefig(temporary, format="png", dpi=120)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path):
-    """Yields a temporary name that becomes path if the block succeeds: a file is whole or absent."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(path: Path, state: dict):
-    """Writes plain types and tensors in one go, so that a full disk leaves the old file whole."""
-    buffer = io.BytesIO()
-    torch.save({"script": SCRIPT, **state}, buffer)
-    with whole_file(path) as temporary:
-        temporary.write_bytes(buffer.getvalue())
-
-
-def load_checkpoint(path: str) -> dict:
-    """Reads a checkpoint of this script without running any code that it might hold."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such checkpoint") from None
-    except Exception as error:
-        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
-        raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
-    return state
-
-
-NO_PROGRESS = {
-    "global_step": 0, "seconds": 0.0, "recent": [], "best_mean": None,
-    "solved_step": None, "solved_seconds": None,
-}
+# ---------------------------------------------------------------------------- the run and its files
 
 
 class Run:
-    """A run's folder, metrics.jsonl, W&B run and progress bar, on one clock: global_step."""
+    """A run's folder, metrics, checkpoints, W&B run and progress bar, on one clock: global_step.
 
-    def __init__(self, args, planned_steps: int, resumed: dict | None):
+    `progress` holds what a resumed run must know of the part before it.
+    """
+
+    def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
         if args.wandb_mode == "online" and not wandb.api.api_key:
             raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         self.folder = Path(args.resume).parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
-        step = resumed["progress"]["global_step"] if resumed else 0
+        self.progress = resumed["progress"] if resumed else {
+            "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
+            "solved_step": None, "solved_seconds": None,
+        }
+        self.config, self.reward_threshold = dataclasses.asdict(args), reward_threshold
+        self.process_start = START - self.progress["seconds"]
+        self.first_step, self.first_time = self.progress["global_step"], time.perf_counter()
+        self.sps, self.printed = 0.0, self.first_time
+
+        write_whole(self.folder / "args.json", json.dumps(self.config, indent=2).encode())
         metrics, rows = self.folder / "metrics.jsonl", []
-        if resumed and metrics.exists():  # what came after the checkpoint will be logged anew
-            rows = [row for row in metrics.read_text().splitlines(keepends=True) if row.endswith("\n")]
-            rows = [row for row in rows if json.loads(row)["global_step"] <= step]
-        with whole_file(metrics) as temporary:
-            temporary.write_text("".join(rows))
+        if resumed and metrics.exists():  # rows after the checkpoint will be written anew
+            rows = metrics.read_text().splitlines(keepends=True)
+            rows = [row for row in rows if row.endswith("\n")]  # a kill may have cut the last one
+            rows = [row for row in rows if json.loads(row)["global_step"] <= self.first_step]
+        write_whole(metrics, "".join(rows).encode())
         self.metrics = metrics.open("a", buffering=1)
-        config = dataclasses.asdict(args)
-        (self.folder / "args.json").write_text(json.dumps(config, indent=2))
         self.wandb = None
         if args.wandb_mode != "disabled":
             self.wandb = wandb.init(
-                project=args.wandb_project, name=self.folder.name, config=config,
+                project=args.wandb_project, name=self.folder.name, config=self.config,
                 mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        self.wandb_id = self.wandb.id if self.wandb else None
-        self.bar = tqdm(total=planned_steps, initial=step, unit=" steps", unit_scale=True,
-                        disable=None, dynamic_ncols=True)
-        self.step, self.printed = step, time.perf_counter()
-        print(f"{args.env_id}, seed {args.seed}: {self.folder}", file=sys.stderr)
+        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
+                        unit_scale=True, disable=None, dynamic_ncols=True)
 
-    def log(self, global_step: int, metrics: dict):
-        """One row for everyone; on a terminal the bar moves, elsewhere a line every ten seconds."""
-        row = {key: float(value) for key, value in metrics.items()}
-        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        self.metrics.write(json.dumps({"global_step": global_step, **finite}) + "\n")
+    def log(self, global_step: int, episodes: list, metrics: dict):
+        """Logs one row. episodes: (return, length) of those that ended since the last row."""
+        now, progress = time.perf_counter(), self.progress
+        self.bar.update(global_step - progress["global_step"])
+        progress["global_step"], progress["seconds"] = global_step, now - self.process_start
+        if episodes:
+            returns, lengths = np.array(episodes).T
+            progress["recent_returns"] = [*progress["recent_returns"], *returns.tolist()][-100:]
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            metrics["charts/return_mean_100"] = self.return_mean()
+        full = len(progress["recent_returns"]) == 100
+        threshold = math.inf if self.reward_threshold is None else self.reward_threshold
+        if full and self.return_mean() >= threshold and progress["solved_step"] is None:
+            progress["solved_step"], progress["solved_seconds"] = global_step, progress["seconds"]
+        self.sps = (global_step - self.first_step) / (now - self.first_time)
+        metrics["charts/SPS"] = self.sps
+        metrics = {key: float(value) for key, value in metrics.items()}
         if self.wandb:
-            self.wandb.log(row, step=global_step)
-        text = f"return {row.get('charts/return_mean_100', math.nan):.1f}, {row['charts/SPS']:.0f}/s"
-        self.bar.update(global_step - self.step)
+            self.wandb.log(metrics, step=global_step)
+        row = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.metrics.write(json.dumps({"global_step": global_step, **row}) + "\n")
+        text = f"mean return {self.return_mean():.1f}, {self.sps:.0f} steps/s"
         self.bar.set_postfix_str(text, refresh=False)
-        self.step = global_step
-        if self.bar.disable and time.perf_counter() - self.printed > 10:
-            self.printed = time.perf_counter()
+        if self.bar.disable and now - self.printed > 10:  # no terminal: a line now and then
+            self.printed = now
             print(f"step {global_step:,} of {self.bar.total:,}: {text}", file=sys.stderr)
 
-    def finish(self, summary: dict):
-        """The curve, summary.json, and the model and GIF as W&B artifact and video."""
-        summary = {**summary, "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "gymnasium": gym.__version__, "numpy": np.__version__,
-        }}
-        plot_learning_curve(self.folder / "metrics.jsonl", self.folder.name, self.folder / "learning_curve.png")
-        with whole_file(self.folder / "summary.json") as temporary:
-            temporary.write_text(json.dumps(summary, indent=2))
+    def return_mean(self) -> float:
+        """Mean return of the last 100 training episodes; NaN before the first one has ended."""
+        recent = self.progress["recent_returns"]
+        return float(np.mean(recent)) if recent else math.nan
+
+    def save(self, state: dict, final: bool):
+        """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
+        mean, best = self.return_mean(), self.progress["best_mean"]
+        full = len(self.progress["recent_returns"]) == 100
+        improved = (full and (best is None or mean > best)) or (final and best is None)
+        if improved:
+            self.progress["best_mean"] = None if math.isnan(mean) else mean
+        state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
+                 "wandb_id": self.wandb and self.wandb.id, **state}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_whole(self.folder / "last.pt", buffer.getvalue())
+        if improved:
+            write_whole(self.folder / "best.pt", buffer.getvalue())
+
+    def finish(self, evaluation: dict) -> dict:
+        """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
+        progress = self.progress
+        summary = {
+            "env_id": self.config["env_id"], "seed": self.config["seed"],
+            "global_step": progress["global_step"],
+            "seconds": time.perf_counter() - self.process_start, "sps": self.sps,
+            "return_mean_100": self.return_mean() if progress["recent_returns"] else None,
+            "best_return_mean_100": progress["best_mean"], **evaluation,
+            "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "gymnasium": gym.__version__, "numpy": np.__version__},
+        }
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
+        plot_learning_curve(self.folder)
         if self.wandb:
-            self.wandb.log({
-                "eval/return_mean": summary["eval_return_mean"],
-                "eval/return_std": summary["eval_return_std"],
-                "eval/episode": wandb.Video(str(self.folder / "episode.gif")),
-            }, step=self.step)
+            logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
+            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            self.wandb.log(logged, step=progress["global_step"])
             self.wandb.summary.update(summary)
-            artifact = wandb.Artifact(self.folder.name, type="model", metadata=summary)
-            artifact.add_file(str(self.folder / "best.pt"))
-            self.wandb.log_artifact(artifact)
-            print(f"W&B: look at it with `wandb leet {self.wandb.dir}/..`, upload it with `wandb sync {self.wandb.dir}/..`")
-        print(f"everything is in {self.folder}")
+            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            model.add_file(str(self.folder / "best.pt"))
+            self.wandb.log_artifact(model)
+        print(f"model, GIF, curve and numbers: {self.folder}")
+        if self.wandb:
+            place = os.path.relpath(Path(self.wandb.dir).parent)
+            online = self.config["wandb_mode"] == "online"
+            local = f"wandb leet {place}, or wandb sync {place}"
+            print("W&B:", self.wandb.url if online else local)
+        return summary
 
     def __enter__(self):
         return self
@@ -755,9 +790,64 @@ class Run:
             self.wandb.finish(exit_code=int(kind is not None))
 
 
+def plot_learning_curve(folder: Path):
+    """Draws the returns in metrics.jsonl over environment steps."""
+    from matplotlib.figure import Figure  # slow to import, and needed only here
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "charts/return_mean_100" in row]
+    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    for key, label, alpha in (
+        ("charts/episodic_return", "episodes of one iteration", 0.3),
+        ("charts/return_mean_100", "last 100 episodes", 1.0),
+    ):
+        axes.plot([row["global_step"] for row in rows], [row[key] for row in rows], "C0",
+                  alpha=alpha, label=label)
+    axes.set(title=folder.name, xlabel="environment steps", ylabel="mean return")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    axes.figure.savefig(image, format="png", dpi=120)
+    write_whole(folder / "learning_curve.png", image.getvalue())
+
+
+def write_whole(path: Path, data: bytes):
+    """Writes a file whole or not at all: a full disk or a kill leaves the old one as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def local_file(path: str) -> str:
+    """path itself, or where the model of the W&B artifact entity/project/name:alias was put."""
+    if os.path.exists(path) or not re.fullmatch(r"[^/:]+/[^/:]+/[^/:]+:[^/:]+", path):
+        return path
+    try:
+        return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Reads a checkpoint of this script without running any code that the file might hold."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+        raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
+    return state
+
+
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that SIGINT and SIGTERM are noted in; the second one ends the process as usual."""
+    """Yields a list that notes SIGINT and SIGTERM; a second one ends the process at once."""
     received = []
 
     def note(signum, frame):
@@ -777,6 +867,8 @@ def stop_signals():
 
 # ---------------------------------------------------------------------------------------- training
 
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
 
 def choose_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
@@ -786,56 +878,67 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def start_envs(args: Args, seeds) -> VectorEnv:
-    workers = min(os.cpu_count() if args.num_workers is None else args.num_workers, len(seeds))
-    return VectorEnv(functools.partial(make_env, args.env_id), seeds, workers)
+def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
+    workers = os.cpu_count() if args.num_workers is None else args.num_workers
+    seeds = np.random.SeedSequence(seed_words).generate_state(num_envs)
+    return VectorEnv(functools.partial(make_env, args.env_id), seeds, min(workers, num_envs))
 
 
-def build_agent(args: Args, envs: VectorEnv) -> Agent:
-    return Agent(envs.observation_space.shape[0], int(envs.action_space.n), args.hidden_sizes)
+def build_agent(args: Args) -> Agent:
+    env = make_env(args.env_id)
+    env.close()
+    agent = Agent(env.observation_space.shape[0], int(env.action_space.n), args.hidden_sizes)
+    return agent.to(choose_device(args.device))
+
+
+def restore(agent: Agent, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
 
 
 def train(args: Args) -> dict:
     """Trains, saves and evaluates as args say; returns what summary.json holds."""
-    device = choose_device(args.device)
     args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
     resumed = load_checkpoint(args.resume) if args.resume else None
-    progress = resumed["progress"] if resumed else dict(NO_PROGRESS)
-    if progress["global_step"] >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has trained that long already; raise --total-timesteps")
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
     planned_steps = args.num_iterations * args.batch_size
-    torch.manual_seed(args.seed)
-    # A resumed run starts new episodes, and must not replay those that it began with
-    seeds = np.random.SeedSequence([args.seed, progress["global_step"]]).generate_state(args.num_envs)
+    rates = args.actor_lr, args.critic_lr
+    if args.learning_rate is not None:
+        rates = args.learning_rate, args.learning_rate
 
+    torch.manual_seed(args.seed)
+    agent = build_agent(args)
+    device = next(agent.parameters()).device
+    optimizer = torch.optim.Adam(
+        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}], eps=1e-5
+    )
+    if resumed:
+        restore(agent, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
+    discounted = torch.zeros(args.num_envs, device=device)
+    # A resumed run starts new episodes, and must not replay the ones that the run began with
+    seed_words = [args.seed, TRAINING, global_step]
     with (
         stop_signals() as stopped,
-        contextlib.closing(start_envs(args, seeds)) as envs,
-        Run(args, planned_steps, resumed) as run,
+        contextlib.closing(start_envs(args, seed_words, args.num_envs)) as envs,
+        Run(args, planned_steps, envs.reward_threshold, resumed) as run,
     ):
-        agent = build_agent(args, envs).to(device)
-        optimizer = torch.optim.Adam(
-            [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}], eps=1e-5
-        )
-        if resumed:
-            agent.load_state_dict(resumed["agent"])
-            optimizer.load_state_dict(resumed["optimizer"])
-            torch.set_rng_state(resumed["rng"])
-        recent = deque(progress["recent"], maxlen=100)  # returns of the last training episodes
-        threshold = envs.spec.reward_threshold if envs.spec else None
-        first_step, first_time = progress["global_step"], time.perf_counter()
-        process_start = START - progress["seconds"]
-        discounted = torch.zeros(args.num_envs, device=device)
-
-        for iteration in range(first_step // args.batch_size, args.num_iterations):
-            # anneal; the last update still has a rate above zero
-            factor = 1 - progress["global_step"] / planned_steps if args.anneal_lr else 1.0
-            for group, rate in zip(optimizer.param_groups, (args.actor_lr, args.critic_lr)):
-                group["lr"] = factor * (rate if args.learning_rate is None else args.learning_rate)
+        for iteration in range(global_step // args.batch_size, args.num_iterations):
+            # anneal: the last update still has a rate above zero
+            factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor
 
             # collect
             rollout, episodes = collect(agent, envs, args.num_steps, device)
-            progress["global_step"] += args.batch_size
+            global_step += args.batch_size
 
             # advantages
             rewards = rollout.rewards
@@ -849,87 +952,24 @@ def train(args: Args) -> dict:
             metrics = update(agent, optimizer, batch, args)
 
             # log
-            if episodes:
-                returns, lengths = np.array(episodes).T
-                recent.extend(returns.tolist())
-                metrics["charts/episodic_return"] = returns.mean()
-                metrics["charts/episodic_length"] = lengths.mean()
-                metrics["charts/return_mean_100"] = np.mean(recent)
-            now = time.perf_counter()
-            metrics["charts/SPS"] = (progress["global_step"] - first_step) / (now - first_time)
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(progress["global_step"], metrics)
-            progress.update(seconds=now - process_start, recent=list(recent))
-            full = len(recent) == recent.maxlen
-            solved = full and threshold is not None and np.mean(recent) >= threshold
-            if solved and progress["solved_step"] is None:
-                progress["solved_step"] = progress["global_step"]
-                progress["solved_seconds"] = progress["seconds"]
+            run.log(global_step, episodes, metrics)
 
             # save
-            last = bool(stopped) or iteration == args.num_iterations - 1
-            if last or iteration % args.save_every == 0:
-                best, mean = progress["best_mean"], float(np.mean(recent)) if recent else None
-                improved = last if best is None and not full else full and mean > (best or -math.inf)
-                if improved:
-                    progress["best_mean"] = mean
-                checkpoint = {
-                    "args": dataclasses.asdict(args), "progress": progress, "wandb_id": run.wandb_id,
+            final = bool(stopped) or iteration == args.num_iterations - 1
+            if final or iteration % args.save_every == 0:
+                run.save({
                     "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
                     "rng": torch.get_rng_state(),
-                }
-                save_checkpoint(run.folder / "last.pt", checkpoint)
-                if improved:
-                    save_checkpoint(run.folder / "best.pt", checkpoint)
+                }, final)
             if stopped:
                 print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
                 raise SystemExit(128 + stopped[0])
 
         # evaluate
-        sps = (progress["global_step"] - first_step) / (time.perf_counter() - first_time)
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        evaluation = evaluate_and_record(agent, args, run.folder / "episode.gif")
-        summary = {
-            "env_id": args.env_id, "seed": args.seed, "global_step": progress["global_step"],
-            "seconds": time.perf_counter() - process_start, "sps": sps,
-            "return_mean_100": float(np.mean(recent)) if recent else None,
-            "best_return_mean_100": progress["best_mean"], **evaluation,
-            "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
-        }
-        run.finish(summary)
-        return summary
-
-
-def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
-    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
-    # The second word keeps these seeds apart from those of training, [seed, global_step]
-    returns, lengths = evaluate(agent, args, args.eval_episodes, [args.seed, 0, 1])
-    record_gif(agent, args, args.seed, gif)
-    print(
-        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
-        f"return {returns.mean():.1f} +- {returns.std():.1f}, length {lengths.mean():.0f}; {gif}"
-    )
-    return {
-        "eval_return_mean": returns.mean(), "eval_return_std": returns.std(),
-        "eval_episodes": len(returns),
-    }
-
-
-def evaluate_checkpoint(args: Args):
-    """--evaluate: plays a saved model, a file or a W&B artifact; the GIF lies beside the file."""
-    path = args.evaluate
-    if not os.path.exists(path) and re.fullmatch(r"[^/:]+/[^/:]+/[^/:]+:[^/:]+", path):
-        try:
-            path = next(Path(wandb.Api().artifact(path).download()).glob("*.pt"))
-        except Exception as error:
-            raise UsageError(f"--evaluate {path}: W&B: {error}; a local file works offline") from None
-    checkpoint = load_checkpoint(path)
-    device = choose_device(args.device)
-    with contextlib.closing(start_envs(args, [0])) as envs:
-        agent = build_agent(args, envs).to(device)
-    agent.load_state_dict(checkpoint["agent"])
-    evaluate_and_record(agent, args, Path(path).with_suffix(".gif"))
+        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:
@@ -946,13 +986,13 @@ def parse_args(argv=None) -> Args:
     peek.add_argument("--evaluate")
     known, _ = peek.parse_known_args(argv)
     preset = preset_name(known.env_id)
-    if path := known.resume or known.evaluate:
-        defaults = load_checkpoint(path)["args"]
-        source = path
+    if source := known.resume or known.evaluate:
+        defaults = load_checkpoint(local_file(source))["args"]
+        defaults |= {"resume": None, "evaluate": None}
     else:
         defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
-        source = f"preset {preset}" if preset else "none"
-    description = f"PPO. Defaults below are those for {known.env_id} ({source})."
+        source = f"preset {preset}" if preset else "no preset"
+    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
     return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
 
 
