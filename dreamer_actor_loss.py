@@ -1,46 +1,80 @@
-"""DreamerV3 (Hafner et al. 2023/2025, https://arxiv.org/abs/2301.04104) in one file, around its actor loss.
+"""DreamerV3 (Hafner et al. 2023, arXiv:2301.04104) in one file, with its actor loss at the centre.
 
-    python dreamer_actor_loss.py                              # CartPole-v1 with its preset
-    python dreamer_actor_loss.py --env-id Pendulum-v1 --advantage advantage-scaled
+    python dreamer_actor_loss.py                              # CartPole-v1: train, evaluate, save
+    python dreamer_actor_loss.py --env-id Pendulum-v1         # continuous actions, with its preset
+    python dreamer_actor_loss.py --evaluate runs/RUN/best.pt  # play a saved model
 
-The question that named this file: the paper divides the RETURN by S, code divides the ADVANTAGE. Which is right?
+Why the paper normalises the return and the code the advantage. With R the lambda-return, V the
+critic, sg "no gradient" and S the scale, the actor's objectives are
 
-    paper   E[ log pi(a|s) sg(R / S) ] + ent_coef H[pi]       code   E[ log pi(a|s) sg((R - V) / S) ] + ...
+    paper  E[log pi(a|s) sg(R / S)] + ent_coef H[pi]    code  E[log pi(a|s) sg((R - V) / S)] + ...
 
-Both. V does not depend on the action, and E_a[grad log pi(a|s)] = 0, so subtracting V(s)/S leaves the
-expected gradient as it is and only lowers its variance (an offset taken from R and V alike cancels outright).
-What matters is where S comes from: S = max(1, EMA(95th percentile of R) - EMA(5th percentile of R)), the range
-of the RETURNS, never of the advantages. So the gradient shrinks as the critic gets better and (R - V) smaller,
-and one ent_coef suits every reward scale: large returns are brought to a range of about one, small ones (sparse
-reward) are NOT amplified, so there entropy wins and the policy explores. Dividing by the advantages' own standard
-deviation, as most policy-gradient code does, blows noise up to size one when there is nothing to learn; the
-expectation is then another one. Compare with --advantage return-scaled | return-only | advantage-scaled and watch
-actor/policy_grad_norm, actor/entropy_grad_norm and actor/entropy.
+Their expected gradients are equal: V does not depend on the action and E[grad log pi(a|s)] = 0, so
+the baseline V / S only removes variance (an offset taken from both R and V cancels altogether).
+What matters is what S is the scale of. It is the range of the *returns*,
 
-Details that matter: (1) everything is REINFORCE, no gradient passes through the dynamics; (2) the continue head's
-target is (1 - terminated) * gamma, so its probability IS the discount; (3) every loss term, entropy included, is
-weighted by the probability of getting there, that of the start state included; (4) reward and value heads are
-two-hot in raw space over symexp-spaced bins and start at exactly zero; (5) 1% of uniform in every categorical;
-(6) one LaProp optimiser with per-tensor gradient clipping for everything.
+    S = max(1, running 95th percentile of R - running 5th percentile of R),
+
+never that of the advantages. Large returns come down to a range of about one, so one ent_coef suits
+every reward scale. Small ones are not blown up, and as the critic gets better R - V shrinks while
+S stays: where nothing more is to be gained the entropy bonus wins and the policy explores. Divided
+by their own deviation instead, as is common elsewhere, advantages always have size one, even if
+they are nothing but noise. `--advantage return-scaled|return-only|advantage-scaled` shows it: see
+actor/policy_grad_norm, actor/entropy_grad_norm, actor/grad_ratio, actor/entropy and
+actor/return_scale.
+
+Details that matter:
+- All actor gradients are REINFORCE, also for continuous actions: none passes through the dynamics.
+- The continue head is trained towards (1 - terminated) * gamma: its probability is the discount.
+- Actor and critic losses, entropy included, are weighted by the probability of getting that far,
+  that of the first state included: what follows a terminal state teaches nothing.
+- Reward and value are categorical over exponentially spaced bins and start at exactly zero.
+- Every categorical is mixed with 1% uniform, in sampling, log-probs, KL and entropy alike.
+- One LaProp optimiser with adaptive gradient clipping, one backward pass for all losses.
+- The replay keeps the model's latent states; sequences start from them and refresh them.
 """
 
+import time
+
+START = time.perf_counter()  # before the slow imports, so that a run can tell how long it took in all
+
+import argparse
+import contextlib
 import copy
+import dataclasses
+import difflib
+import importlib
+import io
+import itertools
 import json
 import math
+import os
+import platform
+import re
+import signal
 import sys
-import time
+import threading
+import traceback
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+import wandb
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from PIL import Image
+from torch import nn
+from tqdm import tqdm
 
-SIZES = {  # deter, hidden, stoch, classes, units, layers, blocks; 1m and up are the official ones
+SCRIPT = "dreamer_actor_loss"
+
+SIZE_NAMES = ("deter", "hidden", "stoch", "classes", "units", "layers", "blocks")
+SIZES = {  # 1m and up are the official ones
     "tiny": (128, 64, 8, 8, 64, 2, 1),
     "small": (192, 192, 12, 12, 192, 2, 1),
     "1m": (512, 64, 32, 4, 64, 3, 8),
@@ -51,23 +85,34 @@ SIZES = {  # deter, hidden, stoch, classes, units, layers, blocks; 1m and up are
     "200m": (8192, 1024, 32, 64, 1024, 3, 8),
     "400m": (12288, 1536, 32, 96, 1536, 3, 8),
 }
-PRESETS = {  # options that train an environment well on a CPU; the command line wins over them
-    "CartPole-v1": dict(total_timesteps=15_000),
-    "Pendulum-v1": dict(total_timesteps=20_000),
-    "LunarLander-v3": dict(size="small", total_timesteps=60_000, num_envs=4, batch_length=32, train_ratio=102.4),
+# What trains well where; anything given on the command line wins over it.
+PRESETS = {
+    "CartPole": {"total_timesteps": 8_000},
+    "Pendulum": {"total_timesteps": 20_000},
+    "LunarLander": {
+        "total_timesteps": 60_000, "size": "small", "num_envs": 4, "batch_length": 32,
+        "train_ratio": 102.4,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Args:
     # experiment
-    env_id: str = "CartPole-v1"  # Gymnasium environment id
-    seed: int = 1  # seeds torch, numpy and the environments
+    env_id: str = "CartPole-v1"  # Gymnasium environment id, `module:Env-v0` for one of your own
+    seed: int = 1  # seeds torch, the replay and the environments
     total_timesteps: int = 100_000  # environment steps
+    device: str = "auto"  # cpu, cuda, mps; auto is the CPU, which is faster for small networks
+    runs_dir: str = "runs"  # where the run's folder is created
+    log_every: int = 250  # environment steps between two rows of metrics
+    save_every: int = 10  # rows between two checkpoints
+    eval_episodes: int = 20  # episodes of the evaluation
+    deterministic: bool = True  # evaluate the most likely action instead of a sampled one
+    evaluate: str | None = None  # play this checkpoint instead of training
+    resume: str | None = None  # continue the run of this checkpoint
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # offline needs no account
+    wandb_project: str = "single-file-rl"  # W&B project
     num_envs: int = 1  # environments stepped together
-    eval_episodes: int = 20  # episodes of the final evaluation
-    log_every: int = 500  # environment steps between two rows of metrics
-    device: str = "cpu"  # cpu or cuda
     # algorithm: size
     size: str = "tiny"  # row of the table SIZES; the next seven override single entries of it
     deter: int | None = None  # width of the recurrent state
@@ -81,20 +126,20 @@ class Args:
     # algorithm: schedule
     batch_size: int = 16  # sequences per update
     batch_length: int = 16  # steps per sequence (official: 64)
-    train_ratio: float = 128.0  # replayed steps per environment step; updates per step = this / (batch of steps)
+    train_ratio: float = 128.0  # replayed steps per environment step: sets the number of updates
     learning_starts: int = 500  # environment steps before the first update
     replay_capacity: int = 100_000  # steps kept
     learning_rate: float = 1e-3  # official: 4e-5
-    final_lr_fraction: float = 0.1  # the rate falls linearly to this fraction of itself (official: 1)
+    final_lr_fraction: float = 0.1  # share of the rate left at the end (official: 1)
     warmup: int = 200  # updates over which the rate rises from 0 (official: 1000)
     # algorithm: losses
-    advantage: str = "return-scaled"  # return-scaled, return-only or advantage-scaled, see the docstring
+    advantage: Literal["return-scaled", "return-only", "advantage-scaled"] = "return-scaled"
     horizon: int = 15  # imagined steps
     imag_last: int = 0  # imagine from the last n states of each sequence only, 0: from all
     gamma: float = 1 - 1 / 333  # discount, inside the continue head
     lam: float = 0.95  # mix of n-step returns
     ent_coef: float = 1e-3  # entropy bonus (official: 3e-4)
-    policy_unimix: float = 0.01  # uniform part of a discrete policy (paper: 0.01; the official code runs with 0)
+    policy_unimix: float = 0.01  # uniform part of a discrete policy (official code: 0)
     free_nats: float = 1.0  # KL below which the world model's KL losses stop
     dyn_scale: float = 1.0  # weight of KL(sg(posterior) || prior)
     rep_scale: float = 0.1  # weight of KL(posterior || sg(prior))
@@ -102,46 +147,96 @@ class Args:
     slow_rate: float = 0.02  # step of the slow critic towards the critic
     return_rate: float = 0.01  # step of the return percentiles
 
-    def __post_init__(self):
-        if self.size not in SIZES:
-            raise ValueError(f"unknown size {self.size!r}: choose from {', '.join(SIZES)}")
-        if self.advantage not in ("return-scaled", "return-only", "advantage-scaled"):
-            raise ValueError(f"unknown advantage {self.advantage!r}")
+    @property
+    def dims(self) -> dict:
+        """The row of SIZES with the overrides applied."""
+        row = dict(zip(SIZE_NAMES, SIZES[self.size]))
+        return {name: getattr(self, name) or size for name, size in row.items()}
 
     @property
-    def dims(self):
-        """The size table's row with the overrides applied."""
-        names = ("deter", "hidden", "stoch", "classes", "units", "layers", "blocks")
-        given = (getattr(self, name) for name in names)
-        return dict(zip(names, (size if own is None else own for own, size in zip(given, SIZES[self.size]))))
-
-    @property
-    def updates_per_step(self):
+    def updates_per_step(self) -> float:
         return self.train_ratio / (self.batch_size * self.batch_length)
 
+    def __post_init__(self):
+        counts = "total_timesteps num_envs log_every save_every eval_episodes batch_size"
+        for name in f"{counts} batch_length learning_starts horizon".split():
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be 1 or more")
+        for name in ("gamma", "lam", "policy_unimix"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1")
+        if self.size not in SIZES:
+            raise UsageError(f"--size {self.size}: need one of {', '.join(SIZES)}")
+        if self.dims["deter"] % self.dims["blocks"]:
+            raise UsageError(f"--deter must be a multiple of the {self.dims['blocks']} --blocks")
+        if self.num_bins < 3 or self.num_bins % 2 == 0:
+            raise UsageError("--num-bins must be odd and 3 or more, so that one bin is exactly 0")
+        if self.replay_capacity < self.num_envs * (self.batch_length + 1):
+            raise UsageError(
+                f"--replay-capacity {self.replay_capacity} holds no sequence of --batch-length "
+                f"{self.batch_length} + 1 steps for each of --num-envs {self.num_envs}"
+            )
+        if self.total_timesteps <= self.learning_starts:
+            raise UsageError(
+                f"--total-timesteps {self.total_timesteps} ends before training begins "
+                f"(--learning-starts {self.learning_starts})"
+            )
 
-# ----------------------------------------------------------------------------------------------------------------
-# Environments
+
+class UsageError(Exception):
+    """Something the user can fix: printed as one line, exit code 2."""
 
 
-def make_env(env_id):
-    """One environment with a flat float observation."""
-    env = gym.make(env_id)
-    if isinstance(env.observation_space, (gym.spaces.Dict, gym.spaces.Tuple, gym.spaces.Discrete)):
+class TrainingError(Exception):
+    """Something that broke while running: its cause is printed, exit code 1."""
+
+
+# ------------------------------------------------------------------------------------- environments
+
+
+def resolve_env_id(env_id: str) -> str:
+    """The id that will really run: a retired version is moved to the newest registered one."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        namespace, base, version = gym.envs.registration.parse_env_id(name)
+    except (ImportError, gym.error.Error) as error:
+        raise UsageError(f"--env-id {env_id}: {error}") from None
+    newest = gym.envs.registration.find_highest_version(namespace, base)
+    if name in gym.registry:
+        return env_id
+    if newest is not None and (version or 0) < newest:
+        renamed = env_id.removesuffix(f"-v{version}") + f"-v{newest}"
+        print(f"{env_id} is retired, {renamed} takes its place", file=sys.stderr)
+        return renamed
+    close = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise UsageError(f"--env-id {env_id}: no such environment{hint}")
+
+
+def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
+    """gym.make, plus what the observation space needs: anything but a vector is flattened."""
+    try:
+        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise UsageError(f"--env-id {env_id}: {error}") from None
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    if len(env.observation_space.shape) != 1:
-        raise ValueError(f"observation space {env.observation_space} is not supported (images: not yet)")
+    elif len(space.shape) != 1:
+        raise UsageError(f"{env_id} has observations of shape {space.shape}, need a vector")
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
-def make_vector_env(env_id, num_envs):
-    """Same-step autoreset: the observation after an episode's end is the next episode's first one."""
-    mode = gym.vector.AutoresetMode.SAME_STEP
-    return gym.vector.SyncVectorEnv([lambda: make_env(env_id)] * num_envs, autoreset_mode=mode)
+def make_vector_env(env_id: str, num_envs: int) -> SyncVectorEnv:
+    """num_envs copies; the observation after an episode's end is the next episode's first one."""
+    makers = [lambda: make_env(env_id)] * num_envs
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 class ActionSpec:
-    """How the agent's action vector (one-hots side by side, or reals in [-1, 1]) maps to the environment's."""
+    """The agent's actions, one-hots side by side or reals in [-1, 1], and the environment's."""
 
     def __init__(self, space):
         self.space, self.nvec = space, None
@@ -150,7 +245,7 @@ class ActionSpec:
         elif isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1:
             self.nvec, self.start = tuple(int(n) for n in space.nvec), space.start
         elif not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
-            raise ValueError(f"action space {space} is not supported")
+            raise UsageError(f"action space {space} is not supported")
         self.dim = sum(self.nvec) if self.nvec else int(np.prod(space.shape))
 
     def to_env(self, action):
@@ -161,11 +256,12 @@ class ActionSpec:
             action = action.clamp(-1, 1).numpy().reshape(-1, *self.space.shape)
             return (low + (action + 1) / 2 * (high - low)).astype(self.space.dtype)
         indices = torch.stack([part.argmax(-1) for part in action.split(self.nvec, -1)], -1).numpy()
-        return (indices[:, 0] if isinstance(self.space, gym.spaces.Discrete) else indices) + self.start
+        single = isinstance(self.space, gym.spaces.Discrete)
+        return (indices[:, 0] if single else indices) + self.start
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The mathematics: [H+1, B, ...] is an imagined trajectory of states 0..H from B starts; nats, raw reward units
+# -------------------------------------------------------------------------------- the mathematics
+# [H+1, B, ...] is an imagined trajectory of states 0..H from B starts; rewards and values are raw.
 
 
 def symlog(x):
@@ -179,13 +275,13 @@ def symexp(x):
 
 
 def twohot_bins(num_bins=255):
-    """[num_bins] (odd): symexp-spaced from -4.9e8 to 4.9e8; an exact mirror image, so that the middle one is 0."""
+    """[num_bins], odd, exponentially spaced over +-4.9e8, an exact mirror image around 0."""
     negative = symexp(torch.linspace(-20, 0, num_bins // 2 + 1, dtype=torch.float64))
     return torch.cat([negative, -negative[:-1].flip(0)])
 
 
 def twohot_loss(logits, target, bins):
-    """Cross-entropy of logits [..., num_bins] with target [...] shared linearly by its two neighbouring bins."""
+    """Cross-entropy with targets [...] shared by the two bins around. [..., num_bins] -> [...]"""
     target = target.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, target.contiguous(), right=True).clamp(1, len(bins) - 1)
     share = (target - bins[above - 1]) / (bins[above] - bins[above - 1])
@@ -194,17 +290,16 @@ def twohot_loss(logits, target, bins):
 
 
 def twohot_mean(logits, bins):
-    """[...]: sum of p_i b_i, taken over mirrored pairs (p_i - p_-i) b_i; left to right float32 would give rubbish."""
+    """Sum of p_i b_i by mirrored pairs, so that equal ones cancel. [..., num_bins] -> [...]"""
     half = len(bins) // 2
     probs = F.softmax(logits, -1)
     return ((probs[..., half + 1 :] - probs[..., :half].flip(-1)) * bins[half + 1 :]).sum(-1)
 
 
 def unimix(logits, amount=0.01):
-    """Log-probabilities of (1 - amount) softmax(logits) + amount / K, same shape: nothing becomes impossible.
+    """Log-probabilities of (1 - amount) softmax(logits) + amount / K, [..., K] -> [..., K].
 
-    Written out because the memory layout below (classes apart, latents together) makes this 10 times faster
-    than a softmax over a small last dimension.
+    Written out, since softmax is slow over a small last dimension and copies RSSM's strided logits.
     """
     weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
     probs = weights / weights.sum(-1, keepdim=True)
@@ -212,9 +307,9 @@ def unimix(logits, amount=0.01):
 
 
 def kl_losses(post_logits, prior_logits, free_nats=1.0):
-    """(dyn, rep), [...] each, from unmixed logits [..., S, K]: KL(sg(post) || prior) and KL(post || sg(prior)).
+    """KL(sg(post) || prior) and KL(post || sg(prior)), [...] each, from unmixed logits [..., S, K].
 
-    Both are summed over the S latents first and then kept above free_nats, where the gradient is exactly zero.
+    Summed over the S latents first, then kept above free_nats: below, the gradient is exactly zero.
     """
     post, prior = unimix(post_logits), unimix(prior_logits)
 
@@ -225,10 +320,10 @@ def kl_losses(post_logits, prior_logits, free_nats=1.0):
 
 
 def lambda_return(rewards, continues, values, lam):
-    """R_t = r_{t+1} + c_{t+1} [(1 - lam) v_{t+1} + lam R_{t+1}], R_H = v_H: [H+1, B] each -> [H, B].
+    """R_t = r_{t+1} + c_{t+1} ((1 - lam) v_{t+1} + lam R_{t+1}), R_H = v_H. [H+1, B] -> [H, B]
 
-    Entry t belongs to state t: the reward that arrives with it, the probability of going on from it (the discount
-    inside), its value. lam may be a tensor [H+1, B] too: 0 where the chain of returns is cut.
+    Entry t belongs to state t: the reward that arrives with it, the probability of going on from it
+    (the discount inside), its value. A tensor lam [H+1, B] is 0 where the chain of returns is cut.
     """
     lam = torch.as_tensor(lam, dtype=values.dtype, device=values.device).expand_as(values)
     returns, result = values[-1], []
@@ -239,7 +334,7 @@ def lambda_return(rewards, continues, values, lam):
 
 
 class ReturnNormalizer(nn.Module):
-    """Range of the returns: running percentiles that start at 0 and are not debiased, so that it grows slowly."""
+    """Range of the returns from running percentiles, which start at 0 and are not debiased."""
 
     def __init__(self, rate=0.01, low=0.05, high=0.95, limit=1.0):
         super().__init__()
@@ -249,7 +344,7 @@ class ReturnNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, returns):
-        """Moves both percentiles by `rate` towards those of all returns of this batch, unweighted."""
+        """Moves both percentiles by `rate` towards those of all these returns, unweighted."""
         levels = torch.tensor([self.low, self.high], dtype=returns.dtype, device=returns.device)
         low, high = torch.quantile(returns.flatten(), levels)
         self.running_low.lerp_(low.to(self.running_low.dtype), self.rate)
@@ -262,12 +357,14 @@ class ReturnNormalizer(nn.Module):
 
 @torch.no_grad()
 def imagination_weights(continues):
-    """[H+1, B] -> [H+1, B]: w_t = c_0 c_1 ... c_t. With c_0: a terminal start state teaches actor and critic nothing."""
+    """w_t = c_0 c_1 ... c_t, [H+1, B] -> [H+1, B]; c_0 silences what follows a terminal start."""
     return torch.cumprod(continues, 0)
 
 
-def actor_loss(log_probs, entropies, returns, values, scale, weights, ent_coef, advantage="return-scaled"):
-    """-mean[ w_t (log pi(a_t|s_t) sg(A_t) + ent_coef H[pi(.|s_t)]) ], a scalar to minimise; arrays are [H, B]."""
+def actor_loss(
+    log_probs, entropies, returns, values, scale, weights, ent_coef, advantage="return-scaled"
+):
+    """-mean(w_t (log pi(a_t|s_t) sg(A_t) + ent_coef H[pi(.|s_t)])), to minimise. Arrays: [H, B]."""
     with torch.no_grad():
         if advantage == "return-scaled":  # the algorithm
             advantages = (returns - values) / scale
@@ -279,23 +376,30 @@ def actor_loss(log_probs, entropies, returns, values, scale, weights, ent_coef, 
 
 
 def critic_loss(logits, returns, slow_values, weights, bins):
-    """mean[ w_t (CE(v_t, R_t) + CE(v_t, slow critic's value)) ]; logits [H, B, num_bins], the rest [H, B]."""
-    losses = twohot_loss(logits, returns.detach(), bins) + twohot_loss(logits, slow_values.detach(), bins)
+    """mean(w_t (CE(v_t, R_t) + CE(v_t, slow_t))); logits [H, B, num_bins], the rest [H, B].
+
+    slow_t is the value that a slowly following copy of the critic predicts: it only steadies the
+    critic, returns and baseline come from the critic itself.
+    """
+    targets = torch.stack([returns, slow_values]).detach()
+    losses = twohot_loss(logits.expand(2, *logits.shape), targets, bins).sum(0)
     return (weights.detach() * losses).mean()
 
 
-def replay_critic_loss(logits, rewards, is_terminal, is_last, bootstrap, slow_values, gamma, lam, bins):
-    """The critic's loss on T replayed states, [T, B, ...] each; bootstrap_t is the imagined return from state t.
+def replay_critic_loss(
+    logits, rewards, is_terminal, is_last, bootstrap, slow_values, gamma, lam, bins
+):
+    """critic_loss on replayed states, [T, B, ...]; bootstrap_t is the imagined return from state t.
 
-    A termination removes the future; any episode end (is_last) cuts the chain of returns, so that a time limit
-    bootstraps fully from the last state and nothing leaks over from the next episode.
+    A termination removes the future. Any episode end cuts the chain of returns: a time limit
+    bootstraps from the last state, and nothing leaks over from the next episode.
     """
     returns = lambda_return(rewards, gamma * (1 - is_terminal), bootstrap, lam * (1 - is_last))
     return critic_loss(logits[:-1], returns, slow_values[:-1], 1 - is_last[:-1], bins)
 
 
 def continue_loss(logits, is_terminal, gamma):
-    """Cross-entropy with the soft target (1 - terminated) gamma, not 1 - done: a time limit is no end."""
+    """Cross-entropy with (1 - terminated) gamma as target: a time limit is no end."""
     return F.binary_cross_entropy_with_logits(logits, gamma * (1 - is_terminal), reduction="none")
 
 
@@ -306,12 +410,12 @@ def gru_update(reset, candidate, update, deter):
 
 
 def squash_action(action):
-    """a / max(1, |a|): out-of-range samples look to the world model like what the environment gets."""
+    """a / max(1, |a|): the world model sees a sample out of range as the environment does."""
     return action / action.detach().abs().clamp(min=1)
 
 
 def sample_onehot(probs):
-    """One-hot samples, [..., K] like probs, by inverting the cumulative distribution (much faster than argmax tricks)."""
+    """One-hot samples, [..., K] -> [..., K]; 8 times faster than with Gumbel noise."""
     uniform = torch.rand_like(probs[..., :1])
     reached = (probs.cumsum(-1)[..., :-1] <= uniform).to(probs.dtype)
     below = F.pad(reached, (1, 0), value=1.0)
@@ -323,13 +427,12 @@ def straight_through(probs):
     return sample_onehot(probs.detach()) + (probs - probs.detach())
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Networks
+# ----------------------------------------------------------------------------------------- networks
 
 
 @torch.no_grad()
 def init_weights(weight, fan_in, scale=1.0):
-    """Truncated normal, cut at two sigma, with standard deviation scale / sqrt(fan_in) after the cut."""
+    """Truncated normal, cut at two sigma, of deviation scale / sqrt(fan_in) after the cut."""
     sigma = 1.1368 / math.sqrt(fan_in)
     nn.init.trunc_normal_(weight, std=sigma, a=-2 * sigma, b=2 * sigma).mul_(scale)
 
@@ -351,12 +454,12 @@ def norm_silu(dim):
 def mlp(in_dim, units, layers, out_dim=None, out_scale=1.0):
     """layers x [linear, norm, SiLU], then optionally a linear output."""
     dims = [in_dim] + [units] * layers
-    modules = [m for a, b in zip(dims, dims[1:]) for m in (linear(a, b), norm_silu(b))]
+    modules = [m for a, b in itertools.pairwise(dims) for m in (linear(a, b), norm_silu(b))]
     return nn.Sequential(*modules, *([linear(dims[-1], out_dim, out_scale)] if out_dim else []))
 
 
 class BlockLinear(nn.Module):
-    """Linear layer whose weight matrix is block-diagonal: [..., in_dim] -> [..., blocks, out_dim / blocks]."""
+    """Linear with block-diagonal weights. [..., in_dim] -> [..., blocks, out_dim / blocks]"""
 
     def __init__(self, in_dim, out_dim, blocks, fan_in=None):
         super().__init__()
@@ -368,20 +471,25 @@ class BlockLinear(nn.Module):
         blocks, in_dim, out_dim = self.weight.shape
         if blocks == 1:
             return (x @ self.weight[0] + self.bias[0]).unsqueeze(-2)
-        out = torch.bmm(x.reshape(-1, blocks, in_dim).transpose(0, 1), self.weight).transpose(0, 1) + self.bias
-        return out.view(*x.shape[:-1], blocks, out_dim)
+        out = torch.bmm(x.reshape(-1, blocks, in_dim).transpose(0, 1), self.weight)
+        return (out.transpose(0, 1) + self.bias).view(*x.shape[:-1], blocks, out_dim)
 
 
 class RSSM(nn.Module):
-    """Recurrent state-space model. State: deter [.., D] and stoch [.., K*S], one-hots with the classes apart."""
+    """Recurrent state-space model. Its state is deter [.., D] and stoch [.., K*S], S one-hots of K.
+
+    K comes before S in memory: sums over K are then sums of vectors, 10 times faster than over
+    a short last dimension.
+    """
 
     def __init__(self, deter, hidden, stoch, classes, blocks, token_dim, action_dim, **_):
         super().__init__()
-        self.deter, self.stoch, self.classes, self.blocks = deter, stoch, classes, blocks
+        self.stoch, self.classes, self.blocks = stoch, classes, blocks
+        self.sizes = deter, stoch * classes  # of the two parts of the state
         self.in_deter = mlp(deter, hidden, 1)
         self.in_stoch = mlp(stoch * classes, hidden, 1)
         self.in_action = mlp(action_dim, hidden, 1)
-        # every block sees its share of deter and all inputs: the second part is the same for all, one matmul
+        # Each block sees its part of deter and all of the inputs; the latter is one product for all
         fan_in = deter + 3 * hidden * blocks
         self.mix_deter = BlockLinear(deter, deter, blocks, fan_in)
         self.mix_inputs = linear(3 * hidden, deter, bias=False, fan_in=fan_in)
@@ -395,7 +503,7 @@ class RSSM(nn.Module):
     def initial(self, *batch):
         """The zero state."""
         device = self.gates.bias.device
-        return torch.zeros(*batch, self.deter, device=device), torch.zeros(*batch, self.stoch * self.classes, device=device)
+        return tuple(torch.zeros(*batch, size, device=device) for size in self.sizes)
 
     def latents(self, logits):
         """[.., K*S] -> a view [.., S, K]."""
@@ -413,9 +521,9 @@ class RSSM(nn.Module):
         return gru_update(*gates.unbind(-2), deter.unflatten(-1, (self.blocks, -1))).flatten(-2)
 
     def observe(self, tokens, prev_actions, is_first, deter, stoch):
-        """Filters T steps: [T, B, ..] -> deter, stoch, posterior logits, [T, B, ..] each. Gradient flows through.
+        """Filters T steps: [T, B, ..] -> deter, stoch, posterior logits, [T, B, ..] each.
 
-        is_first wipes state and previous action before the step, so nothing of the last episode leaks in.
+        is_first wipes state and previous action before the step: no episode leaks into the next.
         """
         keep = 1 - is_first.unsqueeze(-1)
         action_features = self.in_action(squash_action(prev_actions) * keep)
@@ -435,12 +543,13 @@ class RSSM(nn.Module):
 
 
 class Policy(nn.Module):
-    """MLP whose outputs are logits (one categorical per entry of nvec), or means and deviations (nvec None)."""
+    """MLP to logits of one categorical per entry of nvec, or (nvec None) of a normal."""
 
     def __init__(self, in_dim, units, layers, action_dim, nvec, mix):
         super().__init__()
         self.nvec, self.mix = nvec, mix
-        self.net = mlp(in_dim, units, layers, action_dim if nvec else 2 * action_dim, out_scale=0.01)
+        out_dim = action_dim if nvec else 2 * action_dim
+        self.net = mlp(in_dim, units, layers, out_dim, out_scale=0.01)
 
     def categoricals(self, feat):
         """Log-probabilities, one tensor [.., n] per action."""
@@ -463,11 +572,12 @@ class Policy(nn.Module):
         return torch.cat([sample_onehot(p.exp()) for p in parts], -1)
 
     def score(self, feat, action):
-        """(log-prob of the unclipped action, entropy), [..] each: summed over action dimensions only."""
+        """Log-prob of the unclipped action and entropy, summed over its dimensions. [..] each"""
         if self.nvec is None:
             mean, std = self.normal(feat)
-            log_prob = -0.5 * ((action - mean) / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
-            return log_prob.sum(-1), (std.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+            log_scale = std.log() + 0.5 * math.log(2 * math.pi)
+            log_prob = -0.5 * ((action - mean) / std).square() - log_scale
+            return log_prob.sum(-1), (log_scale + 0.5).sum(-1)
         log_probs = torch.cat(self.categoricals(feat), -1)
         return (log_probs * action).sum(-1), -(log_probs.exp() * log_probs).sum(-1)
 
@@ -492,29 +602,33 @@ class Agent(nn.Module):
         self.register_buffer("bins", twohot_bins(args.num_bins).float(), persistent=False)
 
     def initial(self, num_envs):
-        """State while acting: deter, stoch, previous action."""
-        return (*self.rssm.initial(num_envs), torch.zeros(num_envs, self.rssm.in_action[0].in_features, device=self.bins.device))
+        """What is remembered before an episode: deter, stoch, previous action."""
+        action = torch.zeros(num_envs, self.rssm.in_action[0].in_features, device=self.bins.device)
+        return *self.rssm.initial(num_envs), action
 
     @torch.no_grad()
-    def act(self, obs, state, is_first, greedy=False):
-        """obs [N, ..] and the state before it -> action [N, action_dim], state. The posterior is sampled, always."""
-        deter, stoch, prev_action = state
-        tokens = self.encoder(symlog(obs))
-        deter, stoch, _ = self.rssm.observe(tokens[None], prev_action[None], is_first[None], deter, stoch)
-        action = self.policy.act(torch.cat([deter[0], stoch[0]], -1), greedy)
-        return action, (deter[0], stoch[0], action)
+    def act(self, obs, state, is_first, deterministic=False):
+        """obs [N, ..], is_first [N] (arrays), state before them -> action [N, A] on the CPU, state.
+
+        The posterior is sampled even if the action is not, as in the official code.
+        """
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=self.bins.device)
+        is_first = torch.as_tensor(is_first, dtype=torch.float32, device=self.bins.device)
+        deter, stoch, action = state
+        steps = self.encoder(symlog(obs))[None], action[None], is_first[None]
+        deter, stoch, _ = (part.squeeze(0) for part in self.rssm.observe(*steps, deter, stoch))
+        action = self.policy.act(torch.cat([deter, stoch], -1), deterministic)
+        return action.cpu(), (deter, stoch, action)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Losses and update
+# -------------------------------------------------------------------------------- losses and update
 
 
 def world_model_loss(agent, batch, args):
-    """Loss of the world model, features [T, B, F] with gradient, the states to imagine from, and metrics."""
+    """World model loss, features [T, B, F] with gradient, deter and stoch without, metrics."""
     rssm = agent.rssm
-    deter, stoch, post = rssm.observe(
-        agent.encoder(symlog(batch["obs"])), batch["prev_action"], batch["is_first"], batch["deter"], batch["stoch"]
-    )
+    steps = agent.encoder(symlog(batch["obs"])), batch["prev_action"], batch["is_first"]
+    deter, stoch, post = rssm.observe(*steps, batch["deter"], batch["stoch"])
     feat = torch.cat([deter, stoch], -1)
     dyn, rep = kl_losses(rssm.latents(post), rssm.latents(rssm.prior(deter)), args.free_nats)
     losses = {
@@ -525,7 +639,8 @@ def world_model_loss(agent, batch, args):
         "rep": args.rep_scale * rep,
     }
     losses = {name: loss.mean() for name, loss in losses.items()}
-    return sum(losses.values()), feat, deter.detach(), stoch.detach(), {f"world/{k}": v for k, v in losses.items()}
+    metrics = {f"world/{name}": loss for name, loss in losses.items()}
+    return sum(losses.values()), feat, deter.detach(), stoch.detach(), metrics
 
 
 @torch.no_grad()
@@ -540,10 +655,11 @@ def imagine(agent, deter, stoch, horizon):
 
 
 def behaviour_loss(agent, feat, deter, stoch, batch, args, measure=False):
-    """Loss of actor and critic, and metrics; `measure` adds the norms of the two parts of the actor's gradient."""
+    """Loss of actor and critic, and metrics; `measure` adds those of the actor's gradient."""
     T, B = deter.shape[:2]
     last = args.imag_last or T
-    feats, actions = imagine(agent, deter[-last:].flatten(0, 1), stoch[-last:].flatten(0, 1), args.horizon)
+    starts = deter[-last:].flatten(0, 1), stoch[-last:].flatten(0, 1)
+    feats, actions = imagine(agent, *starts, args.horizon)
     with torch.no_grad():
         rewards = twohot_mean(agent.reward(feats), agent.bins)
         continues = torch.sigmoid(agent.cont(feats)).squeeze(-1)
@@ -560,15 +676,16 @@ def behaviour_loss(agent, feat, deter, stoch, batch, args, measure=False):
     value = critic_loss(logits[:-1], returns, slow_values, weights, agent.bins)
     bootstrap, replayed = returns[0].view(last, B), {k: v[-last:] for k, v in batch.items()}
     replay_value = replay_critic_loss(
-        agent.value(feat[-last:]), replayed["reward"], replayed["is_terminal"], replayed["is_last"], bootstrap,
-        slow_values[0].view(last, B), args.gamma, args.lam, agent.bins,
-    )  # fmt: skip
+        agent.value(feat[-last:]), replayed["reward"], replayed["is_terminal"], replayed["is_last"],
+        bootstrap, slow_values[0].view(last, B), args.gamma, args.lam, agent.bins,
+    )
     metrics = {
         "actor/loss": policy, "actor/entropy": entropies.mean(), "actor/return_scale": scale,
-        "actor/advantage_abs": ((returns - values[:-1]) / scale).abs().mean(), "actor/imagined_reward": rewards[1:].mean(),
+        "actor/advantage_abs": ((returns - values[:-1]) / scale).abs().mean(),
+        "actor/imagined_reward": rewards[1:].mean(),
         "critic/loss": value, "critic/replay_loss": replay_value, "critic/value": values.mean(),
         "critic/return": returns.mean(),
-    }  # fmt: skip
+    }
     if measure:
         metrics |= actor_gradient_norms(agent.policy, parts, args)
     return policy + value + args.replay_value_scale * replay_value, metrics
@@ -590,13 +707,14 @@ def actor_gradient_norms(policy, parts, args):
 
 
 class LaProp(torch.optim.Optimizer):
-    """LaProp (Ziyin et al. 2020: momentum of the normalised gradient) after adaptive gradient clipping.
+    """Momentum of the normalised gradient (Ziyin et al. 2020, arXiv:2002.04839), and clipping.
 
-    Each tensor's gradient is first scaled down to at most `clip` times the tensor's own norm (Brock et al. 2021).
+    A tensor's gradient is cut to `clip` times the tensor's own norm (arXiv:2102.06171).
     """
 
     def __init__(self, params, lr, clip=0.3, beta1=0.9, beta2=0.999, eps=1e-20):
-        super().__init__(params, dict(lr=lr, clip=clip, beta1=beta1, beta2=beta2, eps=eps))
+        defaults = {"lr": lr, "clip": clip, "beta1": beta1, "beta2": beta2, "eps": eps}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self):
@@ -606,7 +724,8 @@ class LaProp(torch.optim.Optimizer):
             grads = [p.grad for p in params]
             for p in params:
                 if not self.state[p]:
-                    self.state[p] = {"step": 0, "momentum": torch.zeros_like(p), "square": torch.zeros_like(p)}
+                    zeros = torch.zeros_like(p)
+                    self.state[p] = {"step": 0, "momentum": zeros, "square": zeros.clone()}
                 self.state[p]["step"] += 1
             step, beta1, beta2 = self.state[params[0]]["step"], group["beta1"], group["beta2"]
             momentum = [self.state[p]["momentum"] for p in params]
@@ -625,41 +744,47 @@ class LaProp(torch.optim.Optimizer):
 
 
 def learning_rate(args, num_updates, global_step):
-    """Linear warm-up from 0 over updates, linear fall to final_lr_fraction over environment steps."""
+    """Linear warm-up from 0 over updates, linear fall to final_lr_fraction over all steps."""
     fall = 1 - (1 - args.final_lr_fraction) * min(1.0, global_step / args.total_timesteps)
     return args.learning_rate * min(1.0, num_updates / args.warmup if args.warmup else 1.0) * fall
 
 
 def update(agent, optimizer, replay, args, measure=False):
-    """Sample, one loss, one backward, step, slow critic, latents back to the replay. Returns metrics (tensors)."""
+    """One gradient step on one batch; latents go back to the replay. Returns metrics."""
     batch, index = replay.sample(args.batch_size, args.batch_length)
     model_loss, feat, deter, stoch, model_metrics = world_model_loss(agent, batch, args)
     loss, metrics = behaviour_loss(agent, feat, deter, stoch, batch, args, measure)
     optimizer.zero_grad()
     (model_loss + loss).backward()
     optimizer.step()
-    torch._foreach_lerp_(list(agent.slow_value.parameters()), list(agent.value.parameters()), args.slow_rate)
+    fast, slow = (list(critic.parameters()) for critic in (agent.value, agent.slow_value))
+    torch._foreach_lerp_(slow, fast, args.slow_rate)
     replay.write_back(index, deter, stoch)
     return {k: v.detach() for k, v in (model_metrics | metrics).items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Replay
+# ------------------------------------------------------------------------------------------- replay
 
 
 class Replay:
-    """Ring buffer per environment. Record t: obs, the reward and flags that arrived with it, the action chosen after
-    it, and the latent state the model had there, which starts a replayed sequence and is refreshed by training."""
+    """A ring of records per environment.
 
-    def __init__(self, capacity, num_envs, obs_dim, action_dim, deter, stoch, device="cpu", seed=0):
-        self.length = capacity // num_envs
-        shapes = dict(obs=obs_dim, action=action_dim, deter=deter, stoch=stoch, reward=0, is_first=0, is_last=0, is_terminal=0)
-        self.data = {k: torch.zeros(num_envs, self.length, *([n] if n else [])) for k, n in shapes.items()}
+    Record t: obs, the reward and flags that arrived with it, the action chosen after it, and the
+    latent state that the model had there, which sequences start from and training refreshes.
+    """
+
+    def __init__(
+        self, capacity, num_envs, obs_dim, action_dim, deter, stoch, device="cpu", seed=0
+    ):
+        self.length, self.device = capacity // num_envs, device
+        shapes = {"obs": (obs_dim,), "action": (action_dim,), "deter": (deter,), "stoch": (stoch,)}
+        shapes |= dict.fromkeys(("reward", "is_first", "is_last", "is_terminal"), ())
+        self.data = {k: torch.zeros(num_envs, self.length, *size) for k, size in shapes.items()}
         self.data["stoch"] = self.data["stoch"].to(torch.uint8)
         self.count = np.zeros(num_envs, np.int64)  # records ever written, per environment
-        self.queued = np.zeros(num_envs, np.int64)  # records already handed to the queue of fresh sequences
-        self.fresh = deque()
-        self.device, self.rng = device, np.random.default_rng(seed)
+        self.queued = np.zeros(num_envs, np.int64)  # of these, records in sequences put in `fresh`
+        self.fresh = deque()  # sequences that were never replayed: (environment, first record)
+        self.rng = np.random.default_rng(seed)
 
     @property
     def num_bytes(self):
@@ -674,36 +799,39 @@ class Replay:
         self.count[envs] += 1
 
     def num_windows(self, length):
-        """Sequences of `length` records (plus the one before) that do not cross the write head."""
+        """Per environment: sequences of 1 + length records that do not cross the write head."""
         return np.maximum(np.minimum(self.count, self.length) - length, 0)
 
     def starts(self, batch_size, length):
-        """Every fresh sequence once, then uniformly random ones: environment and record number of the first record."""
+        """Environments and first records: fresh sequences, each once, then random ones."""
         for env in range(len(self.count)):
             while self.count[env] - self.queued[env] > length:
                 self.fresh.append((env, self.queued[env]))
                 self.queued[env] += length + 1
+        oldest, windows = np.maximum(self.count - self.length, 0), self.num_windows(length)
         chosen = []
         while self.fresh and len(chosen) < batch_size:
             env, first = self.fresh.popleft()
-            if first >= self.count[env] - self.length:
+            if first >= oldest[env]:
                 chosen.append((env, first))
-        windows = self.num_windows(length)
-        flat = self.rng.integers(windows.sum(), size=batch_size - len(chosen))
-        env = np.searchsorted(windows.cumsum(), flat, side="right")
-        first = flat - (windows.cumsum() - windows)[env] + np.maximum(self.count - self.length, 0)[env]
-        return tuple(np.concatenate([np.array(c, np.int64).reshape(-1), r]) for c, r in zip(zip(*chosen) if chosen else ((), ()), (env, first)))
+        ends = windows.cumsum()
+        for flat in self.rng.integers(ends[-1], size=batch_size - len(chosen)):
+            env = np.searchsorted(ends, flat, side="right")
+            chosen.append((env, oldest[env] + flat - (ends[env] - windows[env])))
+        return np.array(chosen).T
 
     def sample(self, batch_size, length):
-        """Sequences [T, B, ..] with the latent state before them, and the index to write latents back to."""
+        """Sequences [T, B, ..], the latent state before them, and the index of their records."""
         env, first = self.starts(batch_size, length)
-        env, slots = torch.from_numpy(env), torch.from_numpy((first + np.arange(length + 1)[:, None]) % self.length)
-        records = {k: v[env, slots].to(self.device) for k, v in self.data.items() if k not in ("deter", "stoch")}
-        batch = {k: v[1:] for k, v in records.items()}
-        batch["prev_action"] = records["action"][:-1]
-        batch["is_last"][:-1] = torch.maximum(batch["is_last"][:-1], batch["is_first"][1:])  # abandoned episodes
-        batch |= {k: self.data[k][env, slots[0]].to(self.device).float() for k in ("deter", "stoch")}
-        return batch, (env, slots[1:])
+        slots = torch.from_numpy((first + np.arange(length + 1)[:, None]) % self.length)
+        env = torch.from_numpy(env)
+        states = {name: self.data[name][env, slots[0]].float() for name in ("deter", "stoch")}
+        records = {name: self.data[name][env, slots] for name in self.data.keys() - states.keys()}
+        batch = {name: record[1:] for name, record in records.items()}
+        batch |= {"prev_action": records["action"][:-1], **states}
+        # An episode that was abandoned (a resumed run) ends where the next one starts
+        batch["is_last"][:-1] = torch.maximum(batch["is_last"][:-1], batch["is_first"][1:])
+        return {name: value.to(self.device) for name, value in batch.items()}, (env, slots[1:])
 
     def write_back(self, index, deter, stoch):
         """Fresh latents for the replayed records."""
@@ -711,76 +839,478 @@ class Replay:
         self.data["stoch"][index] = stoch.to(torch.uint8).cpu()
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Evaluate, train
+# ---------------------------------------------------------------------------- acting and evaluation
 
 
-def evaluate(agent, spec, env_id, episodes, seed, greedy=False):
-    """Returns of `episodes` fresh episodes, one per environment."""
-    envs = make_vector_env(env_id, episodes)
-    obs, _ = envs.reset(seed=seed)
-    state, is_first, returns, alive = agent.initial(episodes), np.ones(episodes), np.zeros(episodes), np.ones(episodes, bool)
-    while alive.any():
-        device = agent.bins.device
-        action, state = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device), state, torch.as_tensor(is_first, dtype=torch.float32, device=device), greedy)
-        obs, reward, terminated, truncated, _ = envs.step(spec.to_env(action.cpu()))
-        returns += reward * alive
-        is_first = terminated | truncated
-        alive &= ~is_first
-    envs.close()
-    return returns
+class Actor:
+    """Acts in environments, and keeps what the agent remembers of each: latents, last action."""
 
+    def __init__(self, envs, spec, agent, seed_words):
+        self.envs, self.spec, self.agent = envs, spec, agent
+        seeds = np.random.SeedSequence(seed_words).generate_state(envs.num_envs).tolist()
+        self.obs, _ = envs.reset(seed=seeds)
+        self.rewards, self.is_first = np.zeros(envs.num_envs), np.ones(envs.num_envs)
+        self.state = agent.initial(envs.num_envs)
+        self.everyone, self.num_steps = np.arange(envs.num_envs), 0
 
-def train(args):
-    start = time.time()
-    torch.manual_seed(args.seed)
-    envs = make_vector_env(args.env_id, args.num_envs)
-    spec = ActionSpec(envs.single_action_space)
-    obs_dim = envs.single_observation_space.shape[0]
-    agent = Agent(obs_dim, spec.dim, spec.nvec, args).to(args.device)
-    optimizer = LaProp([p for p in agent.parameters() if p.requires_grad], args.learning_rate)
-    rssm = agent.rssm
-    replay = Replay(args.replay_capacity, args.num_envs, obs_dim, spec.dim, rssm.deter, rssm.stoch * rssm.classes, args.device, args.seed)
-    print(f"replay {replay.num_bytes / 1e6:.0f} MB, parameters {sum(p.numel() for p in agent.parameters())}", flush=True)
-    obs, _ = envs.reset(seed=args.seed)
-    state, is_first, reward = agent.initial(args.num_envs), np.ones(args.num_envs), np.zeros(args.num_envs)
-    everyone, recent, num_updates, debt, history = np.arange(args.num_envs), deque(maxlen=10), 0, 0.0, []
-    best = -np.inf
-    for global_step in range(args.num_envs, args.total_timesteps + 1, args.num_envs):
-        action, state = agent.act(torch.as_tensor(obs, dtype=torch.float32), state, torch.as_tensor(is_first, dtype=torch.float32))
-        zeros = np.zeros(args.num_envs)
-        replay.add(everyone, obs=obs, reward=reward, is_first=is_first, is_last=zeros, is_terminal=zeros, action=action, deter=state[0], stoch=state[1])
-        obs, reward, terminated, truncated, info = envs.step(spec.to_env(action))
+    def step(self, replay=None, deterministic=False):
+        """One step of every environment, recorded in the replay; (return, length) of what ended."""
+        action, self.state = self.agent.act(self.obs, self.state, self.is_first, deterministic)
+        if replay:
+            self.check_finite("observation", self.obs)
+            zeros, (deter, stoch, _) = np.zeros(len(self.everyone)), self.state
+            replay.add(
+                self.everyone, obs=self.obs, reward=self.rewards, is_first=self.is_first,
+                is_last=zeros, is_terminal=zeros, action=action, deter=deter, stoch=stoch,
+            )
+        try:
+            result = self.envs.step(self.spec.to_env(action))
+        except Exception:
+            raise TrainingError(f"an environment failed:\n{traceback.format_exc()}") from None
+        self.obs, rewards, terminated, truncated, info = result
+        self.num_steps += 1
+        self.check_finite("reward", rewards)
         done = terminated | truncated
-        if done.any():
-            ended = np.flatnonzero(done)
-            nothing = {k: torch.zeros(len(ended), *replay.data[k].shape[2:]) for k in ("action", "deter", "stoch")}
-            replay.add(ended, obs=np.stack(list(info["final_obs"][ended])), reward=reward[ended], is_first=np.zeros(len(ended)), is_last=np.ones(len(ended)), is_terminal=terminated[ended], **nothing)
-            recent.extend(info["final_info"]["episode"]["r"][ended].tolist())
-        reward, is_first = np.where(done, 0.0, reward), done
-        if global_step >= args.learning_starts:
-            debt += args.num_envs * args.updates_per_step
-        while debt >= 1:
-            debt -= 1
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, num_updates, global_step)
-            measure = global_step // args.log_every != (global_step - args.num_envs) // args.log_every
-            history.append(update(agent, optimizer, replay, args, measure))
-            num_updates += 1
-        if global_step % args.log_every < args.num_envs and history:
-            row = {k: float(torch.stack([h[k] for h in history if k in h]).mean()) for k in history[0] | history[-1]}
-            row |= {"step": global_step, "return": float(np.mean(recent)) if recent else None, "seconds": time.time() - start, "updates": num_updates}
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-            history = []
-    out = {}
-    for greedy in (False, True):
-        returns = evaluate(agent, spec, args.env_id, args.eval_episodes, 10_000 + args.seed, greedy)
-        out["greedy" if greedy else "sampled"] = (float(returns.mean()), float(returns.std()), float(returns.min()))
-    print("EVAL", json.dumps(out), "seconds", round(time.time() - start), flush=True)
-    return out
+        self.rewards, self.is_first = np.where(done, 0.0, rewards), done.astype(np.float64)
+        if not done.any():
+            return []
+        ended = np.flatnonzero(done)
+        if replay:
+            final_obs, zeros = np.stack(list(info["final_obs"][ended])), np.zeros(len(ended))
+            self.check_finite("observation", final_obs)
+            replay.add(
+                ended, obs=final_obs, reward=rewards[ended], is_first=zeros, is_last=zeros + 1,
+                is_terminal=terminated[ended], action=0 * action[ended], deter=0 * deter[ended],
+                stoch=0 * stoch[ended],
+            )  # no sequence starts from the latents of a last record: its next one is a first
+        episode = info["final_info"]["episode"]
+        return list(zip(episode["r"][ended].tolist(), episode["l"][ended].tolist()))
+
+    def check_finite(self, name, values):
+        """Stops at the first value that is not finite, before it spreads. values: [N, ...]"""
+        if not np.isfinite(values).all():
+            index = int(np.argwhere(~np.isfinite(values))[0, 0])
+            raise TrainingError(f"non-finite {name} (environment {index}, step {self.num_steps})")
+
+
+def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
+    episodes = {}
+    with contextlib.closing(make_vector_env(args.env_id, num_episodes)) as envs:
+        actor = Actor(envs, ActionSpec(envs.single_action_space), agent, [args.seed, EVALUATION])
+        while len(episodes) < num_episodes:
+            ended = actor.step(deterministic=args.deterministic)
+            for index, episode in zip(np.flatnonzero(actor.is_first), ended):
+                episodes.setdefault(index, episode)
+    return tuple(np.array([episodes[index] for index in range(num_episodes)]).T)
+
+
+def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
+    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+    returns, lengths = evaluate(agent, args, args.eval_episodes)
+    env, memory = make_env(args.env_id, render_mode="rgb_array"), [agent.initial(1), np.ones(1)]
+    spec = ActionSpec(env.action_space)
+
+    def act(obs):
+        action, memory[0] = agent.act(obs[None], *memory, args.deterministic)
+        memory[1] = np.zeros(1)
+        return spec.to_env(action)[0]
+
+    record_gif(env, args.seed, act, gif)
+    print(
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
+    return {
+        "eval_return_mean": returns.mean(), "eval_return_std": returns.std(),
+        "eval_episodes": len(returns),
+    }
+
+
+def evaluate_checkpoint(args: Args):
+    """--evaluate: plays a saved model; the GIF lies beside it."""
+    path = local_file(args.evaluate)
+    agent = build_agent(args)
+    restore(agent, load_checkpoint(path), path)
+    gif = Path(path).with_name("evaluation.gif")
+    evaluate_and_record(agent, args, gif)
+    print(f"GIF: {gif}")
+
+
+def record_gif(env: gym.Env, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    fps = env.metadata.get("render_fps", 30)
+    skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
+    (obs, _), done, frames = env.reset(seed=seed), False, []
+    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
+        for _ in range(skip):
+            obs, _, terminated, truncated, _ = env.step(act(obs))
+            done = done or terminated or truncated
+            if done:
+                break
+        frame = Image.fromarray(env.render())
+        frame.thumbnail((400, 400))
+        frames.append(frame.quantize(64))
+    env.close()
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
+
+
+# ---------------------------------------------------------------------------- the run and its files
+
+
+class Run:
+    """A run's folder, metrics, checkpoints, W&B run and progress bar, on one clock: global_step.
+
+    `progress` holds what a resumed run must know of the part before it.
+    """
+
+    def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
+        if args.wandb_mode == "online" and not wandb.api.api_key:
+            raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+        self.folder = Path(args.resume).parent if resumed else folder
+        self.folder.mkdir(parents=True, exist_ok=bool(resumed))
+        self.progress = resumed["progress"] if resumed else {
+            "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
+            "solved_step": None, "solved_seconds": None,
+        }
+        self.config, self.reward_threshold = dataclasses.asdict(args), reward_threshold
+        self.process_start = START - self.progress["seconds"]
+        self.first_step, self.first_time = self.progress["global_step"], time.perf_counter()
+        self.sps, self.printed = 0.0, self.first_time
+
+        write_whole(self.folder / "args.json", json.dumps(self.config, indent=2).encode())
+        metrics, rows = self.folder / "metrics.jsonl", []
+        if resumed and metrics.exists():  # rows after the checkpoint will be written anew
+            rows = metrics.read_text().splitlines(keepends=True)
+            rows = [row for row in rows if row.endswith("\n")]  # a kill may have cut the last one
+            rows = [row for row in rows if json.loads(row)["global_step"] <= self.first_step]
+        write_whole(metrics, "".join(rows).encode())
+        self.metrics = metrics.open("a", buffering=1)
+        self.wandb = None
+        if args.wandb_mode != "disabled":
+            self.wandb = wandb.init(
+                project=args.wandb_project, name=self.folder.name, config=self.config,
+                mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
+                resume="allow" if resumed else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
+                        unit_scale=True, disable=None, dynamic_ncols=True)
+
+    def log(self, global_step: int, episodes: list, metrics: dict):
+        """Logs one row; episodes are the (return, length) of those that ended since the last one."""
+        now, progress = time.perf_counter(), self.progress
+        self.bar.update(global_step - progress["global_step"])
+        progress["global_step"], progress["seconds"] = global_step, now - self.process_start
+        if episodes:
+            returns, lengths = np.array(episodes).T
+            progress["recent_returns"] = [*progress["recent_returns"], *returns.tolist()][-100:]
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            metrics["charts/return_mean_100"] = self.return_mean()
+        full = len(progress["recent_returns"]) == 100
+        threshold = math.inf if self.reward_threshold is None else self.reward_threshold
+        if full and self.return_mean() >= threshold and progress["solved_step"] is None:
+            progress["solved_step"], progress["solved_seconds"] = global_step, progress["seconds"]
+        self.sps = (global_step - self.first_step) / (now - self.first_time)
+        metrics["charts/SPS"] = self.sps
+        metrics = {key: float(value) for key, value in metrics.items()}
+        if self.wandb:
+            self.wandb.log(metrics, step=global_step)
+        row = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.metrics.write(json.dumps({"global_step": global_step, **row}) + "\n")
+        text = f"mean return {self.return_mean():.1f}, {self.sps:.0f} steps/s"
+        self.bar.set_postfix_str(text, refresh=False)
+        if self.bar.disable and now - self.printed > 10:  # no terminal: a line now and then
+            self.printed = now
+            print(f"step {global_step:,} of {self.bar.total:,}: {text}", file=sys.stderr)
+
+    def return_mean(self) -> float:
+        """Mean return of the last 100 training episodes; NaN before the first one has ended."""
+        recent = self.progress["recent_returns"]
+        return float(np.mean(recent)) if recent else math.nan
+
+    def save(self, state: dict, final: bool):
+        """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
+        mean, best = self.return_mean(), self.progress["best_mean"]
+        full = len(self.progress["recent_returns"]) == 100
+        improved = (full and (best is None or mean > best)) or (final and best is None)
+        if improved:
+            self.progress["best_mean"] = mean
+        state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
+                 "wandb_id": self.wandb and self.wandb.id, **state}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_whole(self.folder / "last.pt", buffer.getvalue())
+        if improved:
+            write_whole(self.folder / "best.pt", buffer.getvalue())
+
+    def finish(self, evaluation: dict) -> dict:
+        """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
+        progress = self.progress
+        summary = {
+            "env_id": self.config["env_id"], "seed": self.config["seed"],
+            "global_step": progress["global_step"],
+            "seconds": time.perf_counter() - self.process_start, "sps": self.sps,
+            "return_mean_100": self.return_mean() if progress["recent_returns"] else None,
+            "best_return_mean_100": progress["best_mean"], **evaluation,
+            "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "gymnasium": gym.__version__, "numpy": np.__version__},
+        }
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
+        plot_learning_curve(self.folder)
+        if self.wandb:
+            logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
+            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            self.wandb.log(logged, step=progress["global_step"])
+            self.wandb.summary.update(summary)
+            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            model.add_file(str(self.folder / "best.pt"))
+            self.wandb.log_artifact(model)
+        print(f"model, GIF, curve and numbers: {self.folder}")
+        if self.wandb:
+            place = os.path.relpath(Path(self.wandb.dir).parent)
+            print(self.wandb.url or f"W&B: see it with `wandb leet {place}`, or `wandb sync {place}`")
+        return summary
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        self.metrics.close()
+        if self.wandb:
+            self.wandb.finish(exit_code=int(kind is not None))
+
+
+def plot_learning_curve(folder: Path):
+    """Draws the returns in metrics.jsonl over environment steps."""
+    from matplotlib.figure import Figure  # slow to import, and needed only here
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "charts/return_mean_100" in row]
+    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    for key, label, alpha in (
+        ("charts/episodic_return", "episodes of one iteration", 0.3),
+        ("charts/return_mean_100", "last 100 episodes", 1.0),
+    ):
+        axes.plot([row["global_step"] for row in rows], [row[key] for row in rows], "C0",
+                  alpha=alpha, label=label)
+    axes.set(title=folder.name, xlabel="environment steps", ylabel="mean return")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    axes.figure.savefig(image, format="png", dpi=120)
+    write_whole(folder / "learning_curve.png", image.getvalue())
+
+
+def write_whole(path: Path, data: bytes):
+    """Writes a file whole or not at all: a full disk or a kill leaves the old one as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def local_file(path: str) -> str:
+    """path itself, or where the model of the W&B artifact entity/project/name:alias was put."""
+    if os.path.exists(path) or not re.fullmatch(r"[^/:]+/[^/:]+/[^/:]+:[^/:]+", path):
+        return path
+    try:
+        return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Reads a checkpoint of this script without running any code that the file might hold."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+        raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
+    return state
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Yields a list that SIGINT and SIGTERM are noted in; the second one ends the process as usual."""
+    received = []
+
+    def note(signum, frame):
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+# ----------------------------------------------------------------------------------------- training
+
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
+
+def choose_device(name: str) -> torch.device:
+    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+    device = torch.device("cpu" if name == "auto" else name)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
+
+
+def build_agent(args: Args) -> Agent:
+    env = make_env(args.env_id)
+    env.close()
+    spec = ActionSpec(env.action_space)
+    agent = Agent(env.observation_space.shape[0], spec.dim, spec.nvec, args)
+    return agent.to(choose_device(args.device))
+
+
+def restore(agent: Agent, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
+
+
+def train(args: Args) -> dict:
+    """Trains, saves and evaluates as args say; returns what summary.json holds."""
+    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
+    resumed = load_checkpoint(args.resume) if args.resume else None
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has {global_step} steps already; raise --total-timesteps")
+    torch.manual_seed(args.seed)
+    agent = build_agent(args)
+    optimizer = LaProp([p for p in agent.parameters() if p.requires_grad], args.learning_rate)
+    num_updates = 0
+    if resumed:
+        restore(agent, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
+        num_updates = resumed["num_updates"]
+    learning_starts = global_step + args.learning_starts
+    # A resumed run starts new episodes, and must not replay the ones that the run began with
+    seed_words = [args.seed, TRAINING, global_step]
+    with (
+        stop_signals() as stopped,
+        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
+        Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
+    ):
+        spec = ActionSpec(envs.single_action_space)
+        sizes = envs.single_observation_space.shape[0], spec.dim, *agent.rssm.sizes
+        replay = Replay(args.replay_capacity, args.num_envs, *sizes, agent.bins.device, seed_words)
+        actor = Actor(envs, spec, agent, seed_words)
+        print(
+            f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
+            f"updates per step from step {learning_starts:,} on, {replay.num_bytes / 1e6:,.0f} MB of "
+            f"replay{' that starts empty again' if resumed else ''}", file=sys.stderr,
+        )
+        rows, episodes, owed = [], [], 0.0
+        while global_step < args.total_timesteps:
+            # act
+            episodes += actor.step(replay)
+            global_step += args.num_envs
+
+            # update
+            log = global_step // args.log_every > (global_step - args.num_envs) // args.log_every
+            if global_step > learning_starts and replay.num_windows(args.batch_length).sum():
+                owed += args.num_envs * args.updates_per_step
+            for _ in range(int(owed)):
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(args, num_updates, global_step)
+                rows.append(update(agent, optimizer, replay, args, measure=not rows))
+                num_updates += 1
+            owed %= 1
+
+            # log
+            final = bool(stopped) or global_step >= args.total_timesteps
+            if not (log or final):
+                continue
+            metrics = {
+                key: torch.stack([row[key] for row in rows if key in row]).mean()
+                for key in (rows[0] if rows else ())
+            }
+            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(global_step, episodes, metrics)
+            rows, episodes = [], []
+
+            # save
+            if final or global_step // args.log_every % args.save_every == 0:
+                run.save({
+                    "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                    "rng": torch.get_rng_state(), "num_updates": num_updates,
+                }, final)
+            if stopped:
+                print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
+                raise SystemExit(128 + stopped[0])
+
+        # evaluate
+        run.bar.close()
+        agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
+        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+
+
+def preset_name(env_id: str) -> str | None:
+    """The row of PRESETS that serves this environment, if there is one."""
+    name = re.sub(r".*[:/]|-v\d+$", "", env_id)
+    return name if name in PRESETS else None
+
+
+def parse_args(argv=None) -> Args:
+    """What the user typed wins over the checkpoint or the preset, and that over the defaults."""
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--env-id", "--env_id", default=Args.env_id)
+    peek.add_argument("--resume")
+    peek.add_argument("--evaluate")
+    known, _ = peek.parse_known_args(argv)
+    preset = preset_name(known.env_id)
+    if source := known.resume or known.evaluate:
+        defaults = load_checkpoint(local_file(source))["args"]
+        defaults |= {"resume": None, "evaluate": None}
+    else:
+        defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
+        source = f"preset {preset}" if preset else "no preset"
+    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
+    return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
+
+
+def main():
+    try:
+        args = parse_args()
+        if args.evaluate:
+            evaluate_checkpoint(args)
+        else:
+            train(args)
+    except UsageError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (TrainingError, OSError) as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    given = tyro.cli(Args)
-    train(tyro.cli(Args, default=replace(Args(), **PRESETS.get(given.env_id, {}), env_id=given.env_id)))
+    main()

@@ -1,7 +1,7 @@
-"""dreamer_actor_loss.py against golden numbers of the official formulas, brute force, and its own gradients.
+"""dreamer_actor_loss.py against golden numbers, brute force, closed forms and its own gradients.
 
-    python -m pytest tests/test_dreamer.py                 # a minute
-    python -m pytest tests/test_dreamer.py -m slow         # the learning smoke test, about two minutes
+python -m pytest tests/test_dreamer.py                 # a minute
+python -m pytest tests/test_dreamer.py -m slow         # the learning smoke test, about two minutes
 """
 
 import itertools
@@ -10,7 +10,6 @@ import math
 import sys
 from pathlib import Path
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import dreamer_actor_loss as dreamer  # noqa: E402
+import dreamer_actor_loss as dreamer
 
 torch.set_num_threads(1)
 GOLDEN = json.loads((Path(__file__).parent / "dreamer_golden.json").read_text())
@@ -35,7 +34,9 @@ def time_first(values):
 
 
 def close(actual, expected, rtol=1e-7, atol=1e-8):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=rtol, atol=atol
+    )
 
 
 def dense_logits(sparse, num_bins=255):
@@ -47,8 +48,9 @@ def dense_logits(sparse, num_bins=255):
 
 
 def small_args(**options):
-    sizes = dict(deter=16, hidden=8, stoch=3, classes=4, units=8, layers=1, blocks=2, num_bins=15)
-    return dreamer.Args(**(sizes | dict(batch_size=3, batch_length=6, horizon=4) | options))
+    row = {"deter": 16, "hidden": 8, "stoch": 3, "classes": 4, "units": 8, "layers": 1, "blocks": 2}
+    batch = {"batch_size": 3, "batch_length": 6, "horizon": 4, "num_bins": 15}
+    return dreamer.Args(**(row | batch | options))
 
 
 def small_agent(obs_dim=2, nvec=(3,), action_dim=3, **options):
@@ -60,19 +62,25 @@ def small_agent(obs_dim=2, nvec=(3,), action_dim=3, **options):
 def filled_replay(agent, num_envs=2, steps=60, length=10, obs_dim=2, action_dim=3):
     """Random episodes of `length` records."""
     rssm, rng = agent.rssm, np.random.default_rng(0)
-    replay = dreamer.Replay(1000, num_envs, obs_dim, action_dim, rssm.deter, rssm.stoch * rssm.classes)
+    replay = dreamer.Replay(1000, num_envs, obs_dim, action_dim, *rssm.sizes)
     for step in range(steps):
         last = np.full(num_envs, float(step % length == length - 1))
         action = np.eye(action_dim)[rng.integers(action_dim, size=num_envs)] * (1 - last[:, None])
         replay.add(
-            np.arange(num_envs), obs=rng.normal(size=(num_envs, obs_dim)), reward=rng.normal(size=num_envs),
-            is_first=np.full(num_envs, float(step % length == 0)), is_last=last, is_terminal=last, action=action,
-            deter=np.zeros((num_envs, rssm.deter)), stoch=np.zeros((num_envs, rssm.stoch * rssm.classes)),
-        )  # fmt: skip
+            np.arange(num_envs),
+            obs=rng.normal(size=(num_envs, obs_dim)),
+            reward=rng.normal(size=num_envs),
+            is_first=np.full(num_envs, float(step % length == 0)),
+            is_last=last,
+            is_terminal=last,
+            action=action,
+            deter=np.zeros((num_envs, rssm.sizes[0])),
+            stoch=np.zeros((num_envs, rssm.sizes[1])),
+        )
     return replay
 
 
-# golden numbers ---------------------------------------------------------------------------------------------------
+# golden numbers ----------------------------------------------------------------------------------
 
 
 def test_symlog_and_symexp():
@@ -81,7 +89,9 @@ def test_symlog_and_symexp():
     x = array([-1000, -1, 0, 1, 1e6]).requires_grad_()
     close(dreamer.symexp(dreamer.symlog(x)), x.detach(), rtol=1e-5)
     zero = torch.zeros((), requires_grad=True)
-    torch.log1p(zero.abs())  # the naive gradient at 0 is 0 because sign(0) = 0; nothing here differentiates there
+    torch.log1p(
+        zero.abs()
+    )  # the naive gradient at 0 is 0 because sign(0) = 0; nothing here differentiates there
     assert dreamer.symlog(array(1e6)).item() == pytest.approx(13.8155, abs=1e-4)
 
 
@@ -107,7 +117,9 @@ def test_kl_free_bits_values_and_gradients():
     (dyn + 0.1 * rep).sum().backward()
     close(post.grad, golden["grad_post"], rtol=0, atol=2e-6)
     close(prior.grad, golden["grad_prior"], rtol=0, atol=2e-6)
-    assert (post.grad[1] == 0).all() and (prior.grad[1] == 0).all(), "below the free bits the gradient is exactly 0"
+    assert (post.grad[1] == 0).all() and (prior.grad[1] == 0).all(), (
+        "below the free bits the gradient is exactly 0"
+    )
     assert not torch.allclose(dyn, array(golden["kl_without_unimix_WRONG"]), atol=0.1)
     assert not torch.allclose(dyn, array(golden["clip_per_latent_WRONG"]), atol=0.1)
 
@@ -126,7 +138,7 @@ def test_twohot_symexp():
     close(bins, golden["bins"])
     assert bins[127] == 0 and (bins == -bins.flip(0)).all()
     for case in golden["encode"]:
-        # the loss is linear in the logits except for the normaliser: its gradient is softmax - target
+        # the gradient of the loss with respect to the logits is softmax - target
         logits = torch.zeros(255, dtype=torch.float64, requires_grad=True)
         dreamer.twohot_loss(logits, array(case["target"]), bins).backward()
         weights = 1 / 255 - logits.grad
@@ -136,12 +148,20 @@ def test_twohot_symexp():
         close((weights * bins).sum(), case["decode"], rtol=1e-6, atol=1e-6)
     logits, target = array(golden["loss"]["logits"]), array(golden["loss"]["target"])
     close(dreamer.twohot_loss(logits, target, bins), golden["loss"]["loss"])
-    squashed = dreamer.twohot_loss(logits, dreamer.symlog(target), dreamer.symlog(bins))  # the 2023 version
+    squashed = dreamer.twohot_loss(
+        logits, dreamer.symlog(target), dreamer.symlog(bins)
+    )  # the 2023 version
     assert not torch.allclose(squashed, array(golden["loss"]["loss"]), atol=1e-3)
     zeros = torch.zeros(255)
-    assert dreamer.twohot_loss(zeros, torch.tensor(3.0), bins.float()).item() == pytest.approx(golden["loss_zero_logits"])
-    assert dreamer.twohot_mean(zeros, bins.float()).item() == 0.0, "float32 zero logits decode to exactly 0"
-    for case, expected in zip(golden["pred_peaked"]["logits_nonzero"], golden["pred_peaked"]["pred_float64"]):
+    assert dreamer.twohot_loss(zeros, torch.tensor(3.0), bins.float()).item() == pytest.approx(
+        golden["loss_zero_logits"]
+    )
+    assert dreamer.twohot_mean(zeros, bins.float()).item() == 0.0, (
+        "float32 zero logits decode to exactly 0"
+    )
+    for case, expected in zip(
+        golden["pred_peaked"]["logits_nonzero"], golden["pred_peaked"]["pred_float64"]
+    ):
         logits = torch.zeros(255, dtype=torch.float64)
         for index, value in case.items():
             logits[int(index)] = value
@@ -150,7 +170,7 @@ def test_twohot_symexp():
 
 
 def test_twohot_2023_uses_the_same_machine_in_symlog_space():
-    """The 2023 encoding is our loss with squashed bins and targets; it is told apart from today's."""
+    """The 2023 encoding is our loss with squashed bins and targets, and not today's."""
     bins, told_apart = torch.linspace(-20, 20, 255, dtype=torch.float64), 0
     for old, new in zip(GOLDEN["twohot_symlog_2023"]["encode"], GOLDEN["twohot_symexp"]["encode"]):
         logits = torch.zeros(255, dtype=torch.float64, requires_grad=True)
@@ -168,7 +188,9 @@ def test_lambda_return(name):
     returns = dreamer.lambda_return(reward, golden["disc"] * (1 - term), boot, lam)
     close(returns, time_first(golden["ret"]))
     if "ret_if_reward_shifted_WRONG" in golden:
-        assert not torch.allclose(returns, time_first(golden["ret_if_reward_shifted_WRONG"]), atol=0.01)
+        assert not torch.allclose(
+            returns, time_first(golden["ret_if_reward_shifted_WRONG"]), atol=0.01
+        )
 
 
 def test_lambda_return_by_hand():
@@ -179,7 +201,10 @@ def test_lambda_return_by_hand():
     close(dreamer.lambda_return(column(0, 1, 0, 0), one, 0 * one, 1.0)[:, 0], [1, 0, 0])
     reward, values = column(9, 1, 2, 3), column(0, 10, 20, 30)
     close(dreamer.lambda_return(reward, 0.9 * one, values, 0.95)[:, 0], [25.86025, 28.55, 30.0])
-    close(dreamer.lambda_return(reward, 0.9 * column(1, 1, 0, 1), values, 0.95)[:, 0], [3.16, 2.0, 30.0])
+    close(
+        dreamer.lambda_return(reward, 0.9 * column(1, 1, 0, 1), values, 0.95)[:, 0],
+        [3.16, 2.0, 30.0],
+    )
     close(dreamer.lambda_return(column(9, 1, 1), one[:3], column(0, 5, 7), 0.0)[:, 0], [6, 8])
     close(dreamer.lambda_return(column(9, 1, 1), one[:3], column(0, 5, 7), 1.0)[:, 0], [9, 8])
 
@@ -188,7 +213,9 @@ def test_lambda_return_by_hand():
 @given(st.integers(1, 6), st.floats(0, 1), st.integers(0, 10**6))
 def test_lambda_return_is_a_mixture_of_n_step_returns(horizon, lam, seed):
     generator = torch.Generator().manual_seed(seed)
-    rewards, continues, values = torch.rand(3, horizon + 1, 1, dtype=torch.float64, generator=generator)
+    rewards, continues, values = torch.rand(
+        3, horizon + 1, 1, dtype=torch.float64, generator=generator
+    )
     n_step = []
     for n in range(1, horizon + 1):
         discount, total = 1.0, 0.0
@@ -198,7 +225,9 @@ def test_lambda_return_is_a_mixture_of_n_step_returns(horizon, lam, seed):
         n_step.append(total + discount * values[n].item())
     mix = [(1 - lam) * lam ** (n - 1) for n in range(1, horizon)] + [lam ** (horizon - 1)]
     expected = sum(a * b for a, b in zip(mix, n_step))
-    assert dreamer.lambda_return(rewards, continues, values, lam)[0, 0].item() == pytest.approx(expected)
+    assert dreamer.lambda_return(rewards, continues, values, lam)[0, 0].item() == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("name, rate", [("head_default", 0.01), ("rate_0.1", 0.1)])
@@ -215,16 +244,24 @@ def test_return_normalizer(name, rate):
 def test_return_normalizer_warms_up_slowly_and_never_amplifies():
     normalizer, scales = dreamer.ReturnNormalizer().double(), {}
     for step in range(1, 301):
-        normalizer.update(torch.linspace(-100 / 18, 100 + 100 / 18, 1001, dtype=torch.float64))  # p5 = 0, p95 = 100
+        normalizer.update(
+            torch.linspace(-100 / 18, 100 + 100 / 18, 1001, dtype=torch.float64)
+        )  # p5 = 0, p95 = 100
         scales[step] = normalizer.scale.item()
-    assert [scales[n] for n in (1, 10, 100, 300)] == pytest.approx([1.0, 9.56, 63.4, 95.1], rel=1e-3)
+    assert [scales[n] for n in (1, 10, 100, 300)] == pytest.approx(
+        [1.0, 9.56, 63.4, 95.1], rel=1e-3
+    )
     small = dreamer.ReturnNormalizer(rate=1.0)
     small.update(torch.linspace(0, 0.3, 100))
     assert small.scale == 1.0
     exact = dreamer.ReturnNormalizer(rate=1.0).double()
     exact.update(torch.arange(10, dtype=torch.float64))
-    assert (exact.running_low.item(), exact.running_high.item()) == pytest.approx((0.45, 8.55)), "linear interpolation"
-    assert set(exact.state_dict()) == {"running_low", "running_high"}, "the percentiles are saved with the agent"
+    assert (exact.running_low.item(), exact.running_high.item()) == pytest.approx((0.45, 8.55)), (
+        "linear interpolation"
+    )
+    assert set(exact.state_dict()) == {"running_low", "running_high"}, (
+        "the percentiles are saved with the agent"
+    )
 
 
 def test_imagination_weights():
@@ -234,7 +271,9 @@ def test_imagination_weights():
     assert not weights.requires_grad
     assert not torch.allclose(weights, time_first(golden["weight_contdisc_false"]), atol=1e-3)
     assert not torch.allclose(weights, time_first(golden["shifted_WRONG"]), atol=1e-3)
-    assert (dreamer.imagination_weights(array([[0.0], [1.0], [1.0]])) == 0).all(), "a terminal start teaches nothing"
+    assert (dreamer.imagination_weights(array([[0.0], [1.0], [1.0]])) == 0).all(), (
+        "a terminal start teaches nothing"
+    )
 
 
 def actor_case(name):
@@ -242,8 +281,14 @@ def actor_case(name):
     golden = GOLDEN["actor_loss_discrete"]
     case = golden["cases"][name]
     bins = dreamer.twohot_bins(255)
-    value_logits, slow_logits = dense_logits(golden["value_logits_sparse"]), dense_logits(golden["slow_logits_sparse"])
-    values, slow_values = dreamer.twohot_mean(value_logits, bins), dreamer.twohot_mean(slow_logits, bins)
+    value_logits, slow_logits = (
+        dense_logits(golden["value_logits_sparse"]),
+        dense_logits(golden["slow_logits_sparse"]),
+    )
+    values, slow_values = (
+        dreamer.twohot_mean(value_logits, bins),
+        dreamer.twohot_mean(slow_logits, bins),
+    )
     continues = time_first(golden["con"])
     returns = dreamer.lambda_return(time_first(golden["reward"]), continues, values, golden["lam"])
     weights = dreamer.imagination_weights(continues)
@@ -257,10 +302,20 @@ def actor_case(name):
     log_probs = mixed.gather(-1, torch.tensor(golden["action"]).T[:-1, :, None]).squeeze(-1)
     entropies = -(mixed.exp() * mixed).sum(-1)
     return dict(
-        golden=golden, case=case, bins=bins, values=values, slow_values=slow_values, returns=returns, weights=weights,
-        normalizer=normalizer, stale=stale, policy_logits=policy_logits, log_probs=log_probs, entropies=entropies,
+        golden=golden,
+        case=case,
+        bins=bins,
+        values=values,
+        slow_values=slow_values,
+        returns=returns,
+        weights=weights,
+        normalizer=normalizer,
+        stale=stale,
+        policy_logits=policy_logits,
+        log_probs=log_probs,
+        entropies=entropies,
         value_logits=value_logits,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", list(GOLDEN["actor_loss_discrete"]["cases"]))
@@ -274,32 +329,60 @@ def test_actor_and_critic_loss(name):
     close(x["normalizer"].running_high, case["retnorm_hi_after"], rtol=1e-6)
     close(x["log_probs"].detach(), time_first(case["logpi"]))
     close(x["entropies"].detach(), time_first(case["entropy"]))
-    close(((x["returns"] - x["values"][:-1]) / x["normalizer"].scale), time_first(case["adv"]), rtol=1e-6, atol=1e-6)
+    close(
+        ((x["returns"] - x["values"][:-1]) / x["normalizer"].scale),
+        time_first(case["adv"]),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     common = (x["returns"], x["values"][:-1])
-    loss = dreamer.actor_loss(x["log_probs"], x["entropies"], *common, x["normalizer"].scale, weights, x["golden"]["actent"])
+    loss = dreamer.actor_loss(
+        x["log_probs"],
+        x["entropies"],
+        *common,
+        x["normalizer"].scale,
+        weights,
+        x["golden"]["actent"],
+    )
     close(loss.detach(), case["policy_loss_mean"], rtol=1e-6)
     (grad,) = torch.autograd.grad(loss, x["policy_logits"], retain_graph=True)
     close(grad, time_first(case["grad_logits_of_mean"]), rtol=1e-5, atol=1e-7)
-    critic = dreamer.critic_loss(x["value_logits"][:-1], x["returns"], x["slow_values"][:-1], weights, x["bins"])
+    critic = dreamer.critic_loss(
+        x["value_logits"][:-1], x["returns"], x["slow_values"][:-1], weights, x["bins"]
+    )
     close(critic, case["value_loss_mean"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(GOLDEN["actor_loss_discrete"]["cases"]))
 def test_wrong_actor_losses_are_told_apart(name):
-    """Each mistake gives exactly the golden file's wrong number, which shows that a right one is no accident."""
+    """Each mistake gives exactly the golden file's wrong number: a right one is no accident."""
     x = actor_case(name)
-    case, scale, weights, coef = x["case"], x["normalizer"].scale, x["weights"][:-1], x["golden"]["actent"]
-    returns, values, log_probs, entropies = x["returns"], x["values"][:-1], x["log_probs"].detach(), x["entropies"].detach()
+    case, scale, weights, coef = (
+        x["case"],
+        x["normalizer"].scale,
+        x["weights"][:-1],
+        x["golden"]["actent"],
+    )
+    returns, values, log_probs, entropies = (
+        x["returns"],
+        x["values"][:-1],
+        x["log_probs"].detach(),
+        x["entropies"].detach(),
+    )
     ones, zeros = torch.ones_like(weights), torch.zeros_like(values)
     shifted = torch.cat([ones[:1], weights[:-1]])
 
     def loss(values=values, scale=scale, weights=weights, returns=returns, coef=coef):
-        return dreamer.actor_loss(log_probs, entropies, returns, values, scale, weights, coef).item()
+        return dreamer.actor_loss(
+            log_probs, entropies, returns, values, scale, weights, coef
+        ).item()
 
     wrong = {
         "no_retnorm_mean": loss(scale=1.0),
         "no_baseline_mean": loss(values=zeros),
-        "returns_minus_offset_no_baseline_mean": loss(values=zeros, returns=returns - x["normalizer"].running_low),
+        "returns_minus_offset_no_baseline_mean": loss(
+            values=zeros, returns=returns - x["normalizer"].running_low
+        ),
         "entropy_not_weighted_mean": loss(coef=0.0) - coef * entropies.mean().item(),
         "weights_shifted_by_one_mean": loss(weights=shifted),
         "unweighted_mean": loss(weights=ones),
@@ -309,9 +392,14 @@ def test_wrong_actor_losses_are_told_apart(name):
     assert wrong.keys() == case["WRONG"].keys()
     for mistake, value in wrong.items():
         assert value == pytest.approx(case["WRONG"][mistake], rel=1e-6), mistake
-        if name != "scale_limited_to_1" or mistake not in ("no_retnorm_mean", "stale_scale_before_update_mean"):
+        if name != "scale_limited_to_1" or mistake not in (
+            "no_retnorm_mean",
+            "stale_scale_before_update_mean",
+        ):
             assert abs(value - right) > 5e-5, mistake
-    literal = dreamer.actor_loss(log_probs, entropies, returns, values, scale, weights, coef, "return-only").item()
+    literal = dreamer.actor_loss(
+        log_probs, entropies, returns, values, scale, weights, coef, "return-only"
+    ).item()
     assert literal == pytest.approx(case["WRONG"]["no_baseline_mean"], rel=1e-6)
 
 
@@ -319,7 +407,9 @@ def test_actor_loss_continuous():
     golden = GOLDEN["actor_loss_continuous"]
     x = actor_case("scale_above_1")
     policy = dreamer.Policy(4, 4, 1, 2, None, 0.01).double()
-    raw = torch.cat([time_first(golden["mean_raw"]), time_first(golden["std_raw"])], -1).requires_grad_()
+    raw = torch.cat(
+        [time_first(golden["mean_raw"]), time_first(golden["std_raw"])], -1
+    ).requires_grad_()
     policy.net = torch.nn.Identity()
     mean, std = policy.normal(raw)
     close(mean.detach(), time_first(golden["mean"]))
@@ -328,7 +418,13 @@ def test_actor_loss_continuous():
     close(log_probs.detach(), time_first(golden["logpi"]))
     close(entropies.detach(), time_first(golden["entropy"]))
     loss = dreamer.actor_loss(
-        log_probs[:-1], entropies[:-1], x["returns"], x["values"][:-1], golden["ret_scale"], x["weights"][:-1], 3e-4
+        log_probs[:-1],
+        entropies[:-1],
+        x["returns"],
+        x["values"][:-1],
+        golden["ret_scale"],
+        x["weights"][:-1],
+        3e-4,
     )
     close(loss.detach(), golden["policy_loss_mean"], rtol=1e-6)
     loss.backward()
@@ -339,11 +435,23 @@ def test_actor_loss_continuous():
 def test_replay_critic_loss():
     golden = GOLDEN["replay_value_loss"]
     x = actor_case("scale_above_1")
-    last, term, reward, boot = (time_first(golden[k]) for k in ("is_last", "is_terminal", "reward", "boot"))
-    returns = dreamer.lambda_return(reward, golden["disc"] * (1 - term), boot, golden["lam"] * (1 - last))
+    last, term, reward, boot = (
+        time_first(golden[k]) for k in ("is_last", "is_terminal", "reward", "boot")
+    )
+    returns = dreamer.lambda_return(
+        reward, golden["disc"] * (1 - term), boot, golden["lam"] * (1 - last)
+    )
     close(returns, time_first(golden["ret"]), rtol=1e-6)
     loss = dreamer.replay_critic_loss(
-        x["value_logits"], reward, term, last, boot, x["slow_values"], golden["disc"], golden["lam"], x["bins"]
+        x["value_logits"],
+        reward,
+        term,
+        last,
+        boot,
+        x["slow_values"],
+        golden["disc"],
+        golden["lam"],
+        x["bins"],
     )
     close(loss, time_first(golden["loss"])[: len(returns)].mean(), rtol=1e-6)
 
@@ -361,9 +469,15 @@ def test_continue_loss():
 
 def test_reconstruction_gru_norm_squash_slow():
     golden = GOLDEN["symlog_mse"]
-    close((array(golden["pred"]) - dreamer.symlog(array(golden["target"]))).square().sum(-1), golden["loss"])
+    close(
+        (array(golden["pred"]) - dreamer.symlog(array(golden["target"]))).square().sum(-1),
+        golden["loss"],
+    )
     golden = GOLDEN["gru_gates"]
-    close(dreamer.gru_update(*(array(golden[k]) for k in ("reset", "cand", "update", "deter"))), golden["deter_new"])
+    close(
+        dreamer.gru_update(*(array(golden[k]) for k in ("reset", "cand", "update", "deter"))),
+        golden["deter_new"],
+    )
     golden = GOLDEN["rmsnorm"]
     close(dreamer.norm_silu(5).double()[0](array(golden["x"])).detach(), golden["y"])
     golden = GOLDEN["action_squash_in_rssm"]
@@ -382,7 +496,9 @@ def test_reconstruction_gru_norm_squash_slow():
 def test_laprop_with_adaptive_clipping(name):
     golden = GOLDEN["optimizer_laprop_agc"]
     params = {k: array(v).requires_grad_() for k, v in golden["params"].items()}
-    schedule = dreamer.Args(learning_rate=golden[name]["lr"], warmup=golden[name]["warmup"], final_lr_fraction=1.0)
+    schedule = dreamer.Args(
+        learning_rate=golden[name]["lr"], warmup=golden[name]["warmup"], final_lr_fraction=1.0
+    )
     optimizer = dreamer.LaProp(params.values(), golden[name]["lr"])
     for step, (grads, expected) in enumerate(zip(golden["grads"], golden[name]["params_after"])):
         optimizer.param_groups[0]["lr"] = dreamer.learning_rate(schedule, step, 0)
@@ -400,7 +516,9 @@ def test_initial_weights():
         assert weight.std().item() == pytest.approx(example["std"], rel=0.01)
         assert weight.abs().max().item() == pytest.approx(example["abs_max"], rel=0.01)
     block = dreamer.BlockLinear(256, 4096, 8)
-    assert block.weight.std().item() == pytest.approx(0.0625, rel=0.01), "fan-in of a block matrix is the full width"
+    assert block.weight.std().item() == pytest.approx(0.0625, rel=0.01), (
+        "fan-in of a block matrix is the full width"
+    )
     agent, _ = small_agent()
     feat = torch.randn(7, 16 + 12)
     for head in (agent.reward, agent.value, agent.slow_value):
@@ -408,16 +526,23 @@ def test_initial_weights():
     assert agent.policy.net[-1].weight.abs().max() < 0.01
 
 
-# the question that named the file -----------------------------------------------------------------------------------
+# the question that named the file ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("advantage, unbiased", [("return-scaled", True), ("return-only", True), ("advantage-scaled", False)])
+@pytest.mark.parametrize(
+    "advantage, unbiased",
+    [("return-scaled", True), ("return-only", True), ("advantage-scaled", False)],
+)
 def test_expected_gradient_of_the_advantage_settings(advantage, unbiased):
-    """Two states deep, three actions, everything enumerated: the estimator's exact expectation against the autograd
-    gradient of the expected normalised return. The baseline V may be anything that ignores the action."""
+    """The estimator's exact expectation against autograd of the expected scaled return.
+
+    Two steps, three actions, all nine trajectories; V may be anything that ignores the action.
+    """
     torch.manual_seed(3)
     H, scale = 2, 4.0
-    logits = torch.randn(1 + 3, 3, dtype=torch.float64, requires_grad=True)  # state 0, then one state per first action
+    logits = torch.randn(
+        1 + 3, 3, dtype=torch.float64, requires_grad=True
+    )  # state 0, then one state per first action
     rewards = torch.randn(3, 3, dtype=torch.float64) * 5
     baseline = torch.randn(4, dtype=torch.float64)
     log_pi = logits.log_softmax(-1)
@@ -430,8 +555,13 @@ def test_expected_gradient_of_the_advantage_settings(advantage, unbiased):
         expected_return = expected_return + probability * total / scale
         returns = torch.stack([total, rewards[1, second] * (1 + first)])[:, None]
         values = torch.stack([baseline[0], baseline[state]])[:, None]
-        weights, zero = torch.ones(H, 1, dtype=torch.float64), torch.zeros(H, 1, dtype=torch.float64)
-        loss = H * dreamer.actor_loss(log_probs, zero, returns, values, scale, weights, 0.0, advantage)
+        weights, zero = (
+            torch.ones(H, 1, dtype=torch.float64),
+            torch.zeros(H, 1, dtype=torch.float64),
+        )
+        loss = H * dreamer.actor_loss(
+            log_probs, zero, returns, values, scale, weights, 0.0, advantage
+        )
         (grad,) = torch.autograd.grad(-loss, logits, retain_graph=True)
         estimator += probability.detach() * grad
     (exact,) = torch.autograd.grad(expected_return, logits)
@@ -448,7 +578,12 @@ def test_baseline_lowers_the_variance():
     for advantage in ("return-scaled", "return-only"):
         grads = []
         for action in (0, 1):
-            shape = (log_pi[action].view(1, 1), torch.zeros(1, 1), returns[action].view(1, 1), torch.full((1, 1), 10.5))
+            shape = (
+                log_pi[action].view(1, 1),
+                torch.zeros(1, 1),
+                returns[action].view(1, 1),
+                torch.full((1, 1), 10.5),
+            )
             loss = dreamer.actor_loss(*shape, 1.0, torch.ones(1, 1), 0.0, advantage)
             grads.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
         norms[advantage] = torch.stack(grads).std(0).sum().item()
@@ -456,8 +591,7 @@ def test_baseline_lowers_the_variance():
 
 
 def test_scale_keeps_the_balance_with_the_entropy_for_any_reward_size():
-    """Rewards times 1000: the normalised gradient stays within a factor of two once the percentiles have settled;
-    small returns are not blown up."""
+    """Rewards times 1000 leave the gradient as it is; small returns are not blown up."""
     torch.manual_seed(0)
     sizes = {}
     for factor in (1e-3, 10, 1e4):
@@ -465,7 +599,9 @@ def test_scale_keeps_the_balance_with_the_entropy_for_any_reward_size():
         normalizer = dreamer.ReturnNormalizer(rate=1.0)
         normalizer.update(returns)
         log_probs = torch.zeros(15, 64, requires_grad=True)
-        dreamer.actor_loss(log_probs, values, returns, values, normalizer.scale, torch.ones(15, 64), 0.0).backward()
+        dreamer.actor_loss(
+            log_probs, values, returns, values, normalizer.scale, torch.ones(15, 64), 0.0
+        ).backward()
         sizes[factor] = log_probs.grad.norm().item()
     assert sizes[1e4] == pytest.approx(sizes[10], rel=0.01)
     assert sizes[1e-3] < sizes[10] / 100
@@ -484,15 +620,21 @@ def test_entropy_bonus_raises_entropy_and_counts_once():
     (grad,) = torch.autograd.grad(value, logits, retain_graph=True)
     step = torch.distributions.Categorical(logits=logits.detach() - grad).entropy()
     assert step > entropy
-    assert ((loss(1.1)[0] - value) / 1.0).item() == pytest.approx(-(weights * entropy).mean().item(), rel=1e-5)
+    assert ((loss(1.1)[0] - value) / 1.0).item() == pytest.approx(
+        -(weights * entropy).mean().item(), rel=1e-5
+    )
 
 
-# gradient routing -----------------------------------------------------------------------------------------------------
+# gradient routing --------------------------------------------------------------------------------
 
 
 def touched(agent):
     """Top-level parts with a non-zero gradient."""
-    return {name.split(".")[0] for name, p in agent.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    return {
+        name.split(".")[0]
+        for name, p in agent.named_parameters()
+        if p.grad is not None and p.grad.abs().sum() > 0
+    }
 
 
 def losses_for_routing(**options):
@@ -502,16 +644,23 @@ def losses_for_routing(**options):
     agent.slow_value.load_state_dict(agent.value.state_dict())
     batch, _ = filled_replay(agent).sample(args.batch_size, args.batch_length)
     loss, feat, deter, stoch, _ = dreamer.world_model_loss(agent, batch, args)
-    behaviour, metrics = dreamer.behaviour_loss(agent, feat, deter, stoch, batch, args, measure=True)
+    behaviour, metrics = dreamer.behaviour_loss(
+        agent, feat, deter, stoch, batch, args, measure=True
+    )
     return agent, loss, behaviour, metrics
 
 
 def test_each_loss_reaches_its_own_parameters():
     world = {"encoder", "rssm"}
     expected = {
-        "world/reconstruction": world | {"decoder"}, "world/reward": world | {"reward"}, "world/continue": world | {"cont"},
-        "world/dyn": {"rssm"}, "actor/loss": {"policy"}, "critic/loss": {"value"}, "critic/replay_loss": world | {"value"},
-    }  # fmt: skip
+        "world/reconstruction": world | {"decoder"},
+        "world/reward": world | {"reward"},
+        "world/continue": world | {"cont"},
+        "world/dyn": {"rssm"},
+        "actor/loss": {"policy"},
+        "critic/loss": {"value"},
+        "critic/replay_loss": world | {"value"},
+    }
     for name, parts in expected.items():
         agent, args = small_agent(free_nats=0.0)
         for head in (agent.reward, agent.value):
@@ -520,8 +669,13 @@ def test_each_loss_reaches_its_own_parameters():
         _, feat, deter, stoch, model_metrics = dreamer.world_model_loss(agent, batch, args)
         _, metrics = dreamer.behaviour_loss(agent, feat, deter, stoch, batch, args)
         (model_metrics | metrics)[name].backward()
-        if name == "world/dyn":  # through deter the prior sees the encoder too; the posterior's own layers get nothing
-            assert touched(agent) == {"rssm", "encoder"} and agent.rssm.prior[0].weight.grad.abs().sum() > 0
+        if (
+            name == "world/dyn"
+        ):  # through deter the prior sees the encoder too; the posterior's own layers get nothing
+            assert (
+                touched(agent) == {"rssm", "encoder"}
+                and agent.rssm.prior[0].weight.grad.abs().sum() > 0
+            )
         else:
             assert touched(agent) == parts, name
         assert all(p.grad is None for p in agent.slow_value.parameters())
@@ -530,7 +684,11 @@ def test_each_loss_reaches_its_own_parameters():
 def test_one_backward_trains_everything_and_gradient_norms_are_reported():
     agent, loss, behaviour, metrics = losses_for_routing()
     (loss + behaviour).backward()
-    assert all(p.grad is not None for name, p in agent.named_parameters() if not name.startswith("slow_value"))
+    assert all(
+        p.grad is not None
+        for name, p in agent.named_parameters()
+        if not name.startswith("slow_value")
+    )
     assert metrics["actor/policy_grad_norm"] > 0 and metrics["actor/entropy_grad_norm"] > 0
 
 
@@ -561,10 +719,12 @@ def test_samples_have_the_right_frequencies():
     samples = dreamer.sample_onehot(probs)
     assert (samples.sum(-1) == 1).all() and ((samples == 0) | (samples == 1)).all()
     close(samples.mean(0), [0.1, 0.2, 0.0, 0.7], rtol=0, atol=0.006)
-    assert dreamer.sample_onehot(torch.zeros(10, 3)).sum(-1).eq(1).all(), "always one class, whatever rounding does"
+    assert dreamer.sample_onehot(torch.zeros(10, 3)).sum(-1).eq(1).all(), (
+        "always one class, whatever rounding does"
+    )
 
 
-# latent state, replay ---------------------------------------------------------------------------------------------------
+# latent state, replay ----------------------------------------------------------------------------
 
 
 def test_is_first_forgets_state_and_previous_action():
@@ -575,9 +735,13 @@ def test_is_first_forgets_state_and_previous_action():
         torch.manual_seed(1)
         return agent.rssm.observe(tokens, action[None], first.expand(T, N), deter, stoch)
 
-    one, other = ((torch.randn(N, 16), torch.randn(N, 12), torch.eye(3)[[i, 0, 1, 2, i]]) for i in (1, 2))
+    one, other = (
+        (torch.randn(N, 16), torch.randn(N, 12), torch.eye(3)[[i, 0, 1, 2, i]]) for i in (1, 2)
+    )
     zero = (torch.zeros(N, 16), torch.zeros(N, 12), torch.zeros(N, 3))
-    for a, b, c in zip(step(*one, torch.ones(1)), step(*other, torch.ones(1)), step(*zero, torch.zeros(1))):
+    for a, b, c in zip(
+        step(*one, torch.ones(1)), step(*other, torch.ones(1)), step(*zero, torch.zeros(1))
+    ):
         assert torch.equal(a, b) and torch.equal(a, c)
     assert not torch.equal(step(*one, torch.zeros(1))[0], step(*other, torch.zeros(1))[0])
     assert not torch.equal(
@@ -586,7 +750,7 @@ def test_is_first_forgets_state_and_previous_action():
 
 
 def test_acting_and_replaying_agree():
-    """The states met while acting are those that a replay of the same records computes (sampling aside)."""
+    """Acting meets the states that a replay of the same records computes (sampling aside)."""
     agent, _ = small_agent()
     agent.rssm.sample = lambda logits: logits.softmax(-1)
     obs, is_first = torch.randn(6, 2, 2), torch.tensor([1.0, 0, 0, 1, 0, 0])[:, None].expand(6, 2)
@@ -596,7 +760,9 @@ def test_acting_and_replaying_agree():
         actions.append(action)
         deters.append(state[0])
     tokens = agent.encoder(dreamer.symlog(obs))
-    deter, _, _ = agent.rssm.observe(tokens, torch.stack(actions[:-1]), is_first, *agent.rssm.initial(2))
+    deter, _, _ = agent.rssm.observe(
+        tokens, torch.stack(actions[:-1]), is_first, *agent.rssm.initial(2)
+    )
     close(deter.detach(), torch.stack(deters), rtol=1e-5, atol=1e-6)
 
 
@@ -610,19 +776,31 @@ def test_replay_windows_stay_in_one_environment_and_off_the_write_head():
         if n == 0:
             continue
         replay.add(
-            envs, obs=np.stack([envs, clock[envs]], 1), reward=clock[envs], is_first=first, is_last=0 * first,
-            is_terminal=0 * first, action=np.stack([clock[envs]] * 2, 1), deter=np.stack([clock[envs]] * 4, 1),
+            envs,
+            obs=np.stack([envs, clock[envs]], 1),
+            reward=clock[envs],
+            is_first=first,
+            is_last=0 * first,
+            is_terminal=0 * first,
+            action=np.stack([clock[envs]] * 2, 1),
+            deter=np.stack([clock[envs]] * 4, 1),
             stoch=np.zeros((n, 4)),
-        )  # fmt: skip
+        )
         clock[envs] += 1
     seen = set()
     for _ in range(600):
-        batch, (env, slots) = replay.sample(17, T)
+        batch, _ = replay.sample(17, T)
         tag, step = batch["obs"].unbind(-1)
         assert (tag == tag[0]).all() and (step[1:] - step[:-1] == 1).all()
-        assert (batch["prev_action"][..., 0] == step - 1).all(), "the action before each observation"
-        assert (batch["deter"][..., 0] == step[0] - 1).all(), "the state before the first trained record"
-        assert (batch["is_last"][:-1] >= batch["is_first"][1:]).all(), "an abandoned episode ends where the next starts"
+        assert (batch["prev_action"][..., 0] == step - 1).all(), (
+            "the action before each observation"
+        )
+        assert (batch["deter"][..., 0] == step[0] - 1).all(), (
+            "the state before the first trained record"
+        )
+        assert (batch["is_last"][:-1] >= batch["is_first"][1:]).all(), (
+            "an abandoned episode ends where the next starts"
+        )
         seen |= set(zip(tag[0].tolist(), step[0].tolist()))
     length = capacity // num_envs
     for env in range(num_envs):  # every window is met, the newest and the oldest included
@@ -662,20 +840,37 @@ def test_memory_is_flat():
 
 
 def test_copied_action_is_reconstructed():
-    """obs_{t+1} = action_t, uniformly random: the reconstruction can only become good if the observation is paired
-    with the action that led to it, and the prior can know it (KL near its floor) only through prev_action."""
+    """obs_{t+1} = action_t, at random: only the right pairing predicts what comes next."""
     torch.manual_seed(0)
-    args = dreamer.Args(deter=32, hidden=32, stoch=4, classes=4, units=32, layers=1, num_bins=15, batch_size=8, batch_length=8, horizon=1)
+    args = dreamer.Args(
+        deter=32,
+        hidden=32,
+        stoch=4,
+        classes=4,
+        units=32,
+        layers=1,
+        num_bins=15,
+        batch_size=8,
+        batch_length=8,
+        horizon=1,
+    )
     agent = dreamer.Agent(3, 3, (3,), args)
-    replay, rng, rssm = dreamer.Replay(2000, 1, 3, 3, 32, 16), np.random.default_rng(0), agent.rssm
+    replay, rng = dreamer.Replay(2000, 1, 3, 3, 32, 16), np.random.default_rng(0)
     action = np.zeros((1, 3))
     for step in range(1500):
         obs, action = action, np.eye(3)[rng.integers(3, size=1)]
         flag = np.zeros(1)
         replay.add(
-            np.zeros(1, int), obs=obs, reward=flag, is_first=flag + (step == 0), is_last=flag, is_terminal=flag,
-            action=action, deter=np.zeros((1, 32)), stoch=np.zeros((1, 16)),
-        )  # fmt: skip
+            np.zeros(1, int),
+            obs=obs,
+            reward=flag,
+            is_first=flag + (step == 0),
+            is_last=flag,
+            is_terminal=flag,
+            action=action,
+            deter=np.zeros((1, 32)),
+            stoch=np.zeros((1, 16)),
+        )
     optimizer = dreamer.LaProp([p for p in agent.parameters() if p.requires_grad], 3e-3)
     for _ in range(250):
         batch, _ = replay.sample(8, 8)
