@@ -278,36 +278,37 @@ def compute_reinforce_loss(returns, logprobs_taken, iw):
 # ------------------------------------------------------------------------------ collect and update
 
 
+def sample(logits, noise):
+    """Categorical samples by the Gumbel trick, from unit exponential noise. [..., A] each -> [...]"""
+    return (logits - noise.log()).argmax(-1)
+
+
 def get_actions(policy, obs):
     """Samples an action per observation. [N, *obs_shape] -> actions [N], their log-probs [N]"""
     logprobs = policy(obs).log_softmax(-1)
-    actions = torch.multinomial(logprobs.exp(), 1)
-    return actions.squeeze(-1), logprobs.gather(-1, actions).squeeze(-1)
+    actions = sample(logprobs, torch.empty_like(logprobs).exponential_())
+    return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
 @torch.no_grad()
 def gen_rollout(envs, policy, num_steps, seeds=None):
     """Fills a window with new episodes; also returns the (return, length) of those that ended."""
-    num_envs, (obs, _), episodes = envs.num_envs, envs.reset(seed=seeds), []
-    tau = RolloutTensors(
-        obs=torch.empty(num_envs, num_steps, *obs.shape[1:]),
-        actions=torch.empty(num_envs, num_steps, dtype=torch.int64),
-        logprobs=torch.empty(num_envs, num_steps),
-        rewards=torch.empty(num_envs, num_steps),
-        dones=torch.empty(num_envs, num_steps, dtype=torch.bool),
-    )
+    device = next(policy.parameters()).device
+    (obs, _), steps, episodes = envs.reset(seed=seeds), [], []
     for t in range(num_steps):
-        tau.obs[:, t] = torch.from_numpy(obs)
         check_finite("observation", obs, t)
-        tau.actions[:, t], tau.logprobs[:, t] = get_actions(policy, tau.obs[:, t])
-        obs, rewards, terminated, truncated, info = envs.step(tau.actions[:, t].numpy())
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
+        actions, logprobs = get_actions(policy, obs)
+        next_obs, rewards, terminated, truncated, info = envs.step(actions.cpu().numpy())
         check_finite("reward", rewards, t)
-        tau.rewards[:, t] = torch.from_numpy(rewards)
-        tau.dones[:, t] = torch.from_numpy(terminated | truncated)
+        rewards = torch.as_tensor(rewards, dtype=torch.float32, device=device)
+        dones = torch.as_tensor(terminated | truncated, device=device)
+        steps.append(RolloutTensors(obs, actions, logprobs, rewards, dones))
+        obs = next_obs
         if "final_info" in info:
             ended, episode = info["_final_info"], info["final_info"]["episode"]
             episodes += zip(episode["r"][ended].tolist(), episode["l"][ended].tolist())
-    return tau, episodes
+    return RolloutTensors(*(torch.stack(field, dim=1) for field in zip(*steps))), episodes
 
 
 def check_finite(name, values, step):

@@ -637,6 +637,20 @@ def test_a_seed_repeats_a_run_bit_for_bit(tmp_path):
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    options = {**SMALL, "env_id": "CartPole-v1", "eval_episodes": 4, "anneal_lr": False}
+    whole = Args(**{**options, "total_timesteps": 2048, "runs_dir": str(tmp_path / "whole")})
+    half = replace(whole, total_timesteps=1024, runs_dir=str(tmp_path / "half"))
+    train(whole)
+    train(half)
+    last = next(tmp_path.glob("half/*/last.pt"))
+    train(replace(whole, resume=str(last)))
+    expected, resumed = torch.load(next(tmp_path.glob("whole/*/last.pt"))), torch.load(last)
+    assert resumed["progress"]["global_step"] == 2048
+    assert resumed["progress"]["recent"] == expected["progress"]["recent"]
+    assert all(torch.equal(expected["agent"][name], resumed["agent"][name]) for name in expected["agent"])
+
+
 def test_cartpole_is_learned(tmp_path):
     summary = train(Args(runs_dir=str(tmp_path), wandb_mode="disabled"))
     assert summary["return_mean_100"] >= 475
