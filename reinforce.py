@@ -25,7 +25,7 @@ Details that matter:
 
 import time
 
-START = time.perf_counter()  # before the slow imports, so that a run can tell how long it took in all
+START = time.perf_counter()  # before the slow imports, so that a run can tell its whole duration
 
 import argparse
 import contextlib
@@ -42,7 +42,6 @@ import re
 import signal
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -109,12 +108,18 @@ class Args:
         return math.ceil(self.total_timesteps / self.batch_size)
 
     def __post_init__(self):
-        counts = "total_timesteps num_envs num_steps updates_per_rollout save_every eval_episodes"
-        for name in counts.split():
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be 1 or more")
-        if not 0 <= self.gamma <= 1:
-            raise UsageError("--gamma must lie between 0 and 1")
+        limits = {"gamma": (0, 1), "max_grad_norm": (1e-9, math.inf)}
+        for name in "seed learning_rate clip_coef ent_coef".split():
+            limits[name] = 0, math.inf
+        for name in "total_timesteps save_every eval_episodes num_envs num_steps".split():
+            limits[name] = 1, math.inf
+        limits["updates_per_rollout"] = limits["hidden_sizes"] = 1, math.inf
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(number is None or low <= number <= high for number in numbers):
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"{option} {value} must be between {low} and {high}")
         if self.baseline and self.num_envs == 1:
             raise UsageError(
                 "--num-envs 1 with --baseline: the mean over one environment is its own return, so "
@@ -130,7 +135,7 @@ class TrainingError(Exception):
     """Something that broke while running: its cause is printed, exit code 1."""
 
 
-# ------------------------------------------------------------------------------------ environments
+# ------------------------------------------------------------------------------------- environments
 
 
 def resolve_env_id(env_id: str) -> str:
@@ -162,12 +167,13 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
         raise UsageError(f"--env-id {env_id}: {error}") from None
     observations, actions = env.observation_space, env.action_space
     if not isinstance(actions, Discrete):
-        raise UsageError(f"{env_id} has {type(actions).__name__} actions, need Discrete: use ppo.py")
-    if not isinstance(observations, Discrete) and len(observations.shape or ()) != 1:
-        kind = f"{type(observations).__name__} observations of shape {observations.shape}"
-        raise UsageError(f"{env_id} has {kind}, need a vector: use ppo.py")
+        kind = type(actions).__name__
+        raise UsageError(f"--env-id {env_id} has {kind} actions, not Discrete ones: use ppo.py")
     if isinstance(observations, Discrete):
         env = gym.wrappers.FlattenObservation(env)
+    elif len(observations.shape or ()) != 1:
+        kind = f"{type(observations).__name__} observations of shape {observations.shape}"
+        raise UsageError(f"--env-id {env_id} has {kind}, not vectors: use ppo.py")
     if start := int(actions.start):
         env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(actions.n))
     return gym.wrappers.RecordEpisodeStatistics(env)
@@ -179,7 +185,7 @@ def make_vector_env(env_id: str, num_envs: int) -> SyncVectorEnv:
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-# ---------------------------------------------------------------------------------------- networks
+# ----------------------------------------------------------------------------------------- networks
 
 
 class PolicyNetwork(nn.Module):
@@ -201,10 +207,6 @@ class PolicyNetwork(nn.Module):
 
     def forward(self, obs):
         return self.network(obs.reshape(*obs.shape[: obs.ndim - self.num_obs_dims], -1))
-
-    @torch.no_grad()
-    def act(self, obs, deterministic):
-        return self(obs).argmax(-1) if deterministic else get_actions(self, obs)[0]
 
 
 # -------------------------------------------------------------------------------- the mathematics
@@ -279,7 +281,7 @@ def compute_reinforce_loss(returns, logprobs_taken, iw):
 
 
 def sample(logits, noise):
-    """Categorical samples by the Gumbel trick, from unit exponential noise. [..., A] each -> [...]"""
+    """Categorical samples by the Gumbel trick from unit exponential noise. [..., A] -> [...]"""
     return (logits - noise.log()).argmax(-1)
 
 
@@ -295,12 +297,10 @@ def gen_rollout(envs, policy, num_steps, seeds=None):
     """Fills a window with new episodes; also returns the (return, length) of those that ended."""
     device = next(policy.parameters()).device
     (obs, _), steps, episodes = envs.reset(seed=seeds), [], []
-    for t in range(num_steps):
-        check_finite("observation", obs, t)
+    for _ in range(num_steps):
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
         actions, logprobs = get_actions(policy, obs)
         next_obs, rewards, terminated, truncated, info = envs.step(actions.cpu().numpy())
-        check_finite("reward", rewards, t)
         rewards = torch.as_tensor(rewards, dtype=torch.float32, device=device)
         dones = torch.as_tensor(terminated | truncated, device=device)
         steps.append(RolloutTensors(obs, actions, logprobs, rewards, dones))
@@ -308,14 +308,20 @@ def gen_rollout(envs, policy, num_steps, seeds=None):
         if "final_info" in info:
             ended, episode = info["_final_info"], info["final_info"]["episode"]
             episodes += zip(episode["r"][ended].tolist(), episode["l"][ended].tolist())
-    return RolloutTensors(*(torch.stack(field, dim=1) for field in zip(*steps))), episodes
+    tau = RolloutTensors(*(torch.stack(field, dim=1) for field in zip(*steps)))
+    check_finite("observation", tau.obs.transpose(0, 1))
+    check_finite("reward", tau.rewards.T)
+    return tau, episodes
 
 
-def check_finite(name, values, step):
-    """Stops at the first value that is not finite, before it spreads. values: [N, ...]"""
-    if not np.isfinite(values).all():
-        index = int(np.argwhere(~np.isfinite(values))[0, 0])
-        raise TrainingError(f"non-finite {name} (environment {index}, step {step} of the window)")
+def check_finite(name: str, values: torch.Tensor):
+    """values: [T, N, ...]; stops the run at the cause instead of at a NaN in the weights."""
+    if not values.isfinite().all():
+        step, index = (~values.isfinite()).nonzero()[0, :2].tolist()
+        raise TrainingError(
+            f"non-finite {name} from environment {index}, step {step} of the rollout; "
+            "nothing was learned from it, the last checkpoint is untouched"
+        )
 
 
 def update(policy, optimizer, tau, args):
@@ -351,176 +357,206 @@ def update(policy, optimizer, tau, args):
     return metrics
 
 
-# ------------------------------------------------------------------- evaluation, files and logging
+# --------------------------------------------------------------------------------------- evaluation
 
 
-@torch.no_grad()
-def evaluate(agent: nn.Module, args: Args, num_episodes: int, seed):
+def evaluate(agent: nn.Module, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Raw returns and lengths of num_episodes episodes, the same number in every environment.
 
-    Equal numbers matter: taking the first num_episodes to end would favour short episodes.
+    Equal numbers matter: the first num_episodes to end would be the short ones.
     """
     num_envs = max(n for n in range(1, args.num_envs + 1) if num_episodes % n == 0)
-    device = next(agent.parameters()).device
-    episodes = [[] for _ in range(num_envs)]
+    quota, episodes = num_episodes // num_envs, [[] for _ in range(num_envs)]
     with contextlib.closing(make_vector_env(args.env_id, num_envs)) as envs:
-        obs, _ = envs.reset(seed=np.random.SeedSequence(seed).generate_state(num_envs).tolist())
-        while min(map(len, episodes)) < num_episodes // num_envs:
-            obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
-            obs, *_, info = envs.step(agent.act(obs, args.deterministic).cpu().numpy())
+        obs, _ = envs.reset(seed=make_seeds([args.seed, EVALUATION], num_envs))
+        while min(map(len, episodes)) < quota:
+            obs, *_, info = envs.step(act(agent, obs, args.deterministic))
             for i in np.flatnonzero(info.get("_final_info", ())):
                 episode = info["final_info"]["episode"]
                 episodes[i].append((episode["r"][i], episode["l"][i]))
-    episodes = [own[: num_episodes // num_envs] for own in episodes]
-    return np.array(episodes).reshape(-1, 2).T
+    returns, lengths = np.array([own[:quota] for own in episodes]).reshape(-1, 2).T
+    return returns, lengths
 
 
-def record_gif(agent: nn.Module, args: Args, seed: int, path: Path) -> float:
-    """Plays one episode in an environment that renders, writes it to path, returns its return."""
+def act(agent: nn.Module, obs: np.ndarray, deterministic: bool) -> np.ndarray:
+    """Actions for observations [N, ...]: the most likely ones, or samples."""
+    with torch.no_grad():
+        device = next(agent.parameters()).device
+        logits = agent(torch.as_tensor(obs, dtype=torch.float32, device=device))
+        noise = torch.ones_like(logits)  # equal noise leaves the most likely action in front
+        return sample(logits, noise if deterministic else noise.exponential_()).cpu().numpy()
+
+
+def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> dict:
+    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+    returns, lengths = evaluate(agent, args, args.eval_episodes)
     env = make_env(args.env_id, render_mode="rgb_array")
-    device = next(agent.parameters()).device
+    record_gif(env, args.seed, lambda obs: act(agent, obs[None], args.deterministic)[0], gif)
+    print(
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
+    return {
+        "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
+        "eval_episodes": len(returns),
+    }
+
+
+def evaluate_checkpoint(args: Args):
+    """--evaluate: plays a saved model; the GIF lies beside it."""
+    path = local_file(args.evaluate)
+    agent = build_agent(args)
+    restore(agent, load_checkpoint(path), path)
+    gif = Path(path).with_name("evaluation.gif")
+    evaluate_and_record(agent, args, gif)
+    print(f"GIF: {gif}")
+
+
+def record_gif(env: gym.Env, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
     fps = env.metadata.get("render_fps", 30)
     skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
-    (obs, _), frames, total = env.reset(seed=seed), [], 0.0
-    for step in range(10_000):  # an environment without a time limit must not fill the memory
-        if step % skip == 0:
-            frame = Image.fromarray(env.render())
-            frame.thumbnail((400, 400))
-            frames.append(frame.quantize(64))
-        action = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device)[None], args.deterministic)
-        obs, reward, terminated, truncated, _ = env.step(action[0].cpu().numpy())
-        total += float(reward)
-        if terminated or truncated:
-            break
+    (obs, _), done, frames = env.reset(seed=seed), False, []
+    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
+        for _ in range(skip):
+            obs, _, terminated, truncated, _ = env.step(act(obs))
+            done = done or terminated or truncated
+            if done:
+                break
+        frame = Image.fromarray(env.render())
+        frame.thumbnail((400, 400))
+        frames.append(frame.quantize(64))
     env.close()
-    with whole_file(path) as temporary:
-        frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:],
-                       duration=1000 * skip / fps, loop=0)
-    return total
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
 
 
-def plot_learning_curve(metrics: Path, title: str, path: Path):
-    """Draws the mean return of the last 100 episodes over environment steps."""
-    from matplotlib.figure import Figure  # slow to import, and needed only here
-
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [row for row in rows if row.get("charts/return_mean_100") is not None]
-    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
-    axes.plot([row["global_step"] for row in rows], [row["charts/return_mean_100"] for row in rows])
-    axes.set(title=title, xlabel="environment steps", ylabel="mean return, last 100 episodes")
-    axes.grid(alpha=0.3)
-    with whole_file(path) as temporary:
-        axes.figure.savefig(temporary, format="png", dpi=120)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path):
-    """Yields a temporary name that becomes path if the block succeeds: a file is whole or absent."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(path: Path, state: dict):
-    """Writes plain types and tensors in one go, so that a full disk leaves the old file whole."""
-    buffer = io.BytesIO()
-    torch.save({"script": SCRIPT, **state}, buffer)
-    with whole_file(path) as temporary:
-        temporary.write_bytes(buffer.getvalue())
-
-
-def load_checkpoint(path: str) -> dict:
-    """Reads a checkpoint of this script without running any code that it might hold."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such checkpoint") from None
-    except Exception as error:
-        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
-        raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
-    return state
-
-
-NO_PROGRESS = {
-    "global_step": 0, "seconds": 0.0, "recent": [], "best_mean": None,
-    "solved_step": None, "solved_seconds": None,
-}
+# ---------------------------------------------------------------------------- the run and its files
 
 
 class Run:
-    """A run's folder, metrics.jsonl, W&B run and progress bar, on one clock: global_step."""
+    """A run's folder, metrics, checkpoints, W&B run and progress bar, on one clock: global_step.
 
-    def __init__(self, args, planned_steps: int, resumed: dict | None):
+    `progress` holds what a resumed run must know of the part before it.
+    """
+
+    def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
         if args.wandb_mode == "online" and not wandb.api.api_key:
             raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         self.folder = Path(args.resume).parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
-        step = resumed["progress"]["global_step"] if resumed else 0
+        self.progress = resumed["progress"] if resumed else {
+            "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
+            "solved_step": None, "solved_seconds": None,
+        }
+        self.config, self.reward_threshold = dataclasses.asdict(args), reward_threshold
+        self.process_start = START - self.progress["seconds"]
+        self.first_step, self.first_time = self.progress["global_step"], time.perf_counter()
+        self.sps, self.printed = 0.0, self.first_time
+
+        write_whole(self.folder / "args.json", json.dumps(self.config, indent=2).encode())
         metrics, rows = self.folder / "metrics.jsonl", []
-        if resumed and metrics.exists():  # what came after the checkpoint will be logged anew
-            rows = [row for row in metrics.read_text().splitlines(keepends=True) if row.endswith("\n")]
-            rows = [row for row in rows if json.loads(row)["global_step"] <= step]
-        with whole_file(metrics) as temporary:
-            temporary.write_text("".join(rows))
+        if resumed and metrics.exists():  # rows after the checkpoint will be written anew
+            rows = metrics.read_text().splitlines(keepends=True)
+            rows = [row for row in rows if row.endswith("\n")]  # a kill may have cut the last one
+            rows = [row for row in rows if json.loads(row)["global_step"] <= self.first_step]
+        write_whole(metrics, "".join(rows).encode())
         self.metrics = metrics.open("a", buffering=1)
-        config = dataclasses.asdict(args)
-        (self.folder / "args.json").write_text(json.dumps(config, indent=2))
         self.wandb = None
         if args.wandb_mode != "disabled":
             self.wandb = wandb.init(
-                project=args.wandb_project, name=self.folder.name, config=config,
+                project=args.wandb_project, name=self.folder.name, config=self.config,
                 mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        self.wandb_id = self.wandb.id if self.wandb else None
-        self.bar = tqdm(total=planned_steps, initial=step, unit=" steps", unit_scale=True,
-                        disable=None, dynamic_ncols=True)
-        self.step, self.printed = step, time.perf_counter()
-        print(f"{args.env_id}, seed {args.seed}: {self.folder}", file=sys.stderr)
+        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
+                        unit_scale=True, disable=None, dynamic_ncols=True)
 
-    def log(self, global_step: int, metrics: dict):
-        """One row for everyone; on a terminal the bar moves, elsewhere a line every ten seconds."""
-        row = {key: float(value) for key, value in metrics.items()}
-        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        self.metrics.write(json.dumps({"global_step": global_step, **finite}) + "\n")
+    def log(self, global_step: int, episodes: list, metrics: dict):
+        """Logs one row. episodes: (return, length) of those that ended since the last row."""
+        now, progress = time.perf_counter(), self.progress
+        self.bar.update(global_step - progress["global_step"])
+        progress["global_step"], progress["seconds"] = global_step, now - self.process_start
+        if episodes:
+            returns, lengths = np.array(episodes).T
+            progress["recent_returns"] = [*progress["recent_returns"], *returns.tolist()][-100:]
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            metrics["charts/return_mean_100"] = self.return_mean()
+        full = len(progress["recent_returns"]) == 100
+        threshold = math.inf if self.reward_threshold is None else self.reward_threshold
+        if full and self.return_mean() >= threshold and progress["solved_step"] is None:
+            progress["solved_step"], progress["solved_seconds"] = global_step, progress["seconds"]
+        self.sps = (global_step - self.first_step) / (now - self.first_time)
+        metrics["charts/SPS"] = self.sps
+        metrics = {key: float(value) for key, value in metrics.items()}
         if self.wandb:
-            self.wandb.log(row, step=global_step)
-        text = f"return {row.get('charts/return_mean_100', math.nan):.1f}, {row['charts/SPS']:.0f}/s"
-        self.bar.update(global_step - self.step)
+            self.wandb.log(metrics, step=global_step)
+        row = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.metrics.write(json.dumps({"global_step": global_step, **row}) + "\n")
+        text = f"mean return {self.return_mean():.1f}, {self.sps:.0f} steps/s"
         self.bar.set_postfix_str(text, refresh=False)
-        self.step = global_step
-        if self.bar.disable and time.perf_counter() - self.printed > 10:
-            self.printed = time.perf_counter()
+        if self.bar.disable and now - self.printed > 10:  # no terminal: a line now and then
+            self.printed = now
             print(f"step {global_step:,} of {self.bar.total:,}: {text}", file=sys.stderr)
 
-    def finish(self, summary: dict):
-        """The curve, summary.json, and the model and GIF as W&B artifact and video."""
-        summary = {**summary, "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "gymnasium": gym.__version__, "numpy": np.__version__,
-        }}
-        plot_learning_curve(self.folder / "metrics.jsonl", self.folder.name, self.folder / "learning_curve.png")
-        with whole_file(self.folder / "summary.json") as temporary:
-            temporary.write_text(json.dumps(summary, indent=2))
+    def return_mean(self) -> float:
+        """Mean return of the last 100 training episodes; NaN before the first one has ended."""
+        recent = self.progress["recent_returns"]
+        return float(np.mean(recent)) if recent else math.nan
+
+    def save(self, state: dict, final: bool):
+        """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
+        mean, best = self.return_mean(), self.progress["best_mean"]
+        full = len(self.progress["recent_returns"]) == 100
+        improved = (full and (best is None or mean > best)) or (final and best is None)
+        if improved:
+            self.progress["best_mean"] = None if math.isnan(mean) else mean
+        state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
+                 "wandb_id": self.wandb and self.wandb.id, **state}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_whole(self.folder / "last.pt", buffer.getvalue())
+        if improved:
+            write_whole(self.folder / "best.pt", buffer.getvalue())
+
+    def finish(self, evaluation: dict) -> dict:
+        """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
+        progress = self.progress
+        summary = {
+            "env_id": self.config["env_id"], "seed": self.config["seed"],
+            "global_step": progress["global_step"],
+            "seconds": time.perf_counter() - self.process_start, "sps": self.sps,
+            "return_mean_100": self.return_mean() if progress["recent_returns"] else None,
+            "best_return_mean_100": progress["best_mean"], **evaluation,
+            "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "gymnasium": gym.__version__, "numpy": np.__version__},
+        }
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
+        plot_learning_curve(self.folder)
         if self.wandb:
-            self.wandb.log({
-                "eval/return_mean": summary["eval_return_mean"],
-                "eval/return_std": summary["eval_return_std"],
-                "eval/episode": wandb.Video(str(self.folder / "episode.gif")),
-            }, step=self.step)
+            logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
+            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            self.wandb.log(logged, step=progress["global_step"])
             self.wandb.summary.update(summary)
-            artifact = wandb.Artifact(self.folder.name, type="model", metadata=summary)
-            artifact.add_file(str(self.folder / "best.pt"))
-            self.wandb.log_artifact(artifact)
-            print(f"W&B: look at it with `wandb leet {self.wandb.dir}/..`, upload it with `wandb sync {self.wandb.dir}/..`")
-        print(f"everything is in {self.folder}")
+            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            model.add_file(str(self.folder / "best.pt"))
+            self.wandb.log_artifact(model)
+        print(f"model, GIF, curve and numbers: {self.folder}")
+        if self.wandb:
+            place = os.path.relpath(Path(self.wandb.dir).parent)
+            online = self.config["wandb_mode"] == "online"
+            local = f"wandb leet {place}, or wandb sync {place}"
+            print("W&B:", self.wandb.url if online else local)
+        return summary
 
     def __enter__(self):
         return self
@@ -532,9 +568,64 @@ class Run:
             self.wandb.finish(exit_code=int(kind is not None))
 
 
+def plot_learning_curve(folder: Path):
+    """Draws the returns in metrics.jsonl over environment steps."""
+    from matplotlib.figure import Figure  # slow to import, and needed only here
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "charts/return_mean_100" in row]
+    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    for key, label, alpha in (
+        ("charts/episodic_return", "episodes of one iteration", 0.3),
+        ("charts/return_mean_100", "last 100 episodes", 1.0),
+    ):
+        axes.plot([row["global_step"] for row in rows], [row[key] for row in rows], "C0",
+                  alpha=alpha, label=label)
+    axes.set(title=folder.name, xlabel="environment steps", ylabel="mean return")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    axes.figure.savefig(image, format="png", dpi=120)
+    write_whole(folder / "learning_curve.png", image.getvalue())
+
+
+def write_whole(path: Path, data: bytes):
+    """Writes a file whole or not at all: a full disk or a kill leaves the old one as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def local_file(path: str) -> str:
+    """path itself, or where the model of the W&B artifact entity/project/name:alias was put."""
+    if os.path.exists(path) or not re.fullmatch(r"[^/:]+/[^/:]+/[^/:]+:[^/:]+", path):
+        return path
+    try:
+        return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Reads a checkpoint of this script without running any code that the file might hold."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+        raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
+    return state
+
+
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that SIGINT and SIGTERM are noted in; the second one ends the process as usual."""
+    """Yields a list that notes SIGINT and SIGTERM; a second one ends the process at once."""
     received = []
 
     def note(signum, frame):
@@ -554,6 +645,8 @@ def stop_signals():
 
 # ---------------------------------------------------------------------------------------- training
 
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
 
 def choose_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
@@ -563,132 +656,82 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def build_agent(args: Args, env) -> PolicyNetwork:
-    return PolicyNetwork(env.observation_space.shape, int(env.action_space.n), args.hidden_sizes)
+def make_seeds(words: list[int], num_envs: int) -> list[int]:
+    """One seed per environment; other words give other seeds."""
+    return np.random.SeedSequence(words).generate_state(num_envs).tolist()
+
+
+def build_agent(args: Args) -> PolicyNetwork:
+    """A new policy for the environment, on the device asked for."""
+    env = make_env(args.env_id)
+    env.close()
+    num_actions = int(env.action_space.n)
+    policy = PolicyNetwork(env.observation_space.shape, num_actions, args.hidden_sizes)
+    return policy.to(choose_device(args.device))
+
+
+def restore(agent: nn.Module, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
 
 
 def train(args: Args) -> dict:
     """Trains, saves and evaluates as args say; returns what summary.json holds."""
-    device = choose_device(args.device)
     args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
     resumed = load_checkpoint(args.resume) if args.resume else None
-    progress = resumed["progress"] if resumed else dict(NO_PROGRESS)
-    if progress["global_step"] >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has trained that long already; raise --total-timesteps")
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
     planned_steps = args.num_iterations * args.batch_size
-    torch.manual_seed(args.seed)
 
+    torch.manual_seed(args.seed)
+    policy = build_agent(args)
+    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5)
+    if resumed:
+        restore(policy, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
     with (
         stop_signals() as stopped,
         contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
-        Run(args, planned_steps, resumed) as run,
+        Run(args, planned_steps, envs.envs[0].spec.reward_threshold, resumed) as run,
     ):
-        policy = build_agent(args, envs.envs[0]).to(device)
-        optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5)
-        if resumed:
-            policy.load_state_dict(resumed["agent"])
-            optimizer.load_state_dict(resumed["optimizer"])
-            torch.set_rng_state(resumed["rng"])
-        recent = deque(progress["recent"], maxlen=100)  # returns of the last training episodes
-        threshold = envs.envs[0].spec.reward_threshold if envs.envs[0].spec else None
-        first_step, first_time = progress["global_step"], time.perf_counter()
-        process_start = START - progress["seconds"]
+        for iteration in range(global_step // args.batch_size, args.num_iterations):
+            # anneal: the last update still has a rate above zero
+            factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = args.learning_rate * factor
 
-        for iteration in range(first_step // args.batch_size, args.num_iterations):
-            # anneal; the last update still has a rate above zero
-            factor = 1 - progress["global_step"] / planned_steps if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = factor * args.learning_rate
-
-            # collect; with seeds that depend on the step alone a resumed run equals an unbroken one
-            seeds = np.random.SeedSequence([args.seed, progress["global_step"]])
-            seeds = seeds.generate_state(args.num_envs).tolist()
+            # collect: the seeds depend on the step alone, so a resumed run equals an unbroken one
+            seeds = make_seeds([args.seed, TRAINING, global_step], args.num_envs)
             tau, episodes = gen_rollout(envs, policy, args.num_steps, seeds)
-            progress["global_step"] += args.batch_size
+            global_step += args.batch_size
 
             # update
             metrics = update(policy, optimizer, tau, args)
 
             # log
-            if episodes:
-                returns, lengths = np.array(episodes).T
-                recent.extend(returns.tolist())
-                metrics["charts/episodic_return"] = returns.mean()
-                metrics["charts/episodic_length"] = lengths.mean()
-                metrics["charts/return_mean_100"] = np.mean(recent)
-            now = time.perf_counter()
-            metrics["charts/SPS"] = (progress["global_step"] - first_step) / (now - first_time)
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(progress["global_step"], metrics)
-            progress.update(seconds=now - process_start, recent=list(recent))
-            full = len(recent) == recent.maxlen
-            solved = full and threshold is not None and np.mean(recent) >= threshold
-            if solved and progress["solved_step"] is None:
-                progress["solved_step"] = progress["global_step"]
-                progress["solved_seconds"] = progress["seconds"]
+            run.log(global_step, episodes, metrics)
 
             # save
-            last = bool(stopped) or iteration == args.num_iterations - 1
-            if last or iteration % args.save_every == 0:
-                best, mean = progress["best_mean"], float(np.mean(recent)) if recent else None
-                improved = last if best is None and not full else full and mean > (best or -math.inf)
-                if improved:
-                    progress["best_mean"] = mean
-                checkpoint = {
-                    "args": dataclasses.asdict(args), "progress": progress, "wandb_id": run.wandb_id,
+            final = bool(stopped) or iteration == args.num_iterations - 1
+            if final or iteration % args.save_every == 0:
+                run.save({
                     "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
                     "rng": torch.get_rng_state(),
-                }
-                save_checkpoint(run.folder / "last.pt", checkpoint)
-                if improved:
-                    save_checkpoint(run.folder / "best.pt", checkpoint)
+                }, final)
             if stopped:
                 print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
                 raise SystemExit(128 + stopped[0])
 
         # evaluate
-        sps = (progress["global_step"] - first_step) / (time.perf_counter() - first_time)
         run.bar.close()
         policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        evaluation = evaluate_and_record(policy, args, run.folder / "episode.gif")
-        summary = {
-            "env_id": args.env_id, "seed": args.seed, "global_step": progress["global_step"],
-            "seconds": time.perf_counter() - process_start, "sps": sps,
-            "return_mean_100": float(np.mean(recent)) if recent else None,
-            "best_return_mean_100": progress["best_mean"], **evaluation,
-            "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
-        }
-        run.finish(summary)
-        return summary
-
-
-def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> dict:
-    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
-    # The second word keeps these seeds apart from those of training, [seed, global_step]
-    returns, lengths = evaluate(agent, args, args.eval_episodes, [args.seed, 0, 1])
-    record_gif(agent, args, args.seed, gif)
-    print(
-        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
-        f"return {returns.mean():.1f} +- {returns.std():.1f}, length {lengths.mean():.0f}; {gif}"
-    )
-    return {
-        "eval_return_mean": returns.mean(), "eval_return_std": returns.std(),
-        "eval_episodes": len(returns),
-    }
-
-
-def evaluate_checkpoint(args: Args):
-    """--evaluate: plays a saved model, a file or a W&B artifact; the GIF lies beside the file."""
-    path = args.evaluate
-    if not os.path.exists(path) and re.fullmatch(r"[^/:]+/[^/:]+/[^/:]+:[^/:]+", path):
-        try:
-            path = next(Path(wandb.Api().artifact(path).download()).glob("*.pt"))
-        except Exception as error:
-            raise UsageError(f"--evaluate {path}: W&B: {error}; a local file works offline") from None
-    checkpoint = load_checkpoint(path)
-    device = choose_device(args.device)
-    agent = build_agent(args, make_env(args.env_id)).to(device)
-    agent.load_state_dict(checkpoint["agent"])
-    evaluate_and_record(agent, args, Path(path).with_suffix(".gif"))
+        return run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:
@@ -705,13 +748,13 @@ def parse_args(argv=None) -> Args:
     peek.add_argument("--evaluate")
     known, _ = peek.parse_known_args(argv)
     preset = preset_name(known.env_id)
-    if path := known.resume or known.evaluate:
-        defaults = load_checkpoint(path)["args"]
-        source = path
+    if source := known.resume or known.evaluate:
+        defaults = load_checkpoint(local_file(source))["args"]
+        defaults |= {"resume": None, "evaluate": None}
     else:
         defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
-        source = f"preset {preset}" if preset else "none"
-    description = f"{SCRIPT}.py. Defaults below are those for {known.env_id} ({source})."
+        source = f"preset {preset}" if preset else "no preset"
+    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
     return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
 
 
