@@ -70,7 +70,7 @@ class Args:
     # experiment
     env_id: str = "LunarLander-v3"  # Gymnasium environment id, `module:Env-v0` for one of your own
     seed: int = 1  # seeds torch and the environments
-    total_timesteps: int = 300_000  # environment steps, rounded up to whole iterations
+    total_timesteps: int = 500_000  # environment steps, rounded up to whole iterations
     device: str = "auto"  # cpu, cuda, mps; auto is the CPU, which is faster for small networks
     num_workers: int | None = None  # processes that step environments; default one per core, 0 none
     runs_dir: str = "runs"  # where the run's folder is created
@@ -114,7 +114,8 @@ class Args:
         for names, low, high in (
             ("total_timesteps num_envs num_steps num_minibatches update_epochs", 1, math.inf),
             ("save_every eval_episodes hidden_sizes", 1, math.inf),
-            ("seed num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
+            ("num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
+            ("seed", 0, 2**63 - 1),
             ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
             ("gamma gae_lambda", 0, 1),
         ):
@@ -452,7 +453,8 @@ def value_loss(values, old_values, targets, clip_coef=None):
 
 def normalize(advantages):
     """Zero mean, unit deviation; zeros where there is no spread. [B] -> [B]"""
-    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    shifted = advantages - advantages[0]  # equal ones become exact zeros, whatever a mean rounds to
+    return (shifted - shifted.mean()) / (shifted.std(correction=0) + 1e-8)
 
 
 # ------------------------------------------------------------------------------ collect and update
@@ -666,11 +668,10 @@ class Run:
     """
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
-        if args.wandb_mode == "online" and not wandb.api.api_key:
-            raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
+        check_wandb(args.wandb_mode, args.wandb_project)
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
-        self.folder = Path(args.resume).parent if resumed else folder
+        self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
         self.progress = resumed["progress"] if resumed else {
             "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
@@ -738,16 +739,16 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = (full and (best is None or mean > best)) or (final and best is None)
+        improved = full and (best is None or mean > best)
         if improved:
-            self.progress["best_mean"] = None if math.isnan(mean) else mean
+            self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
                  "wandb_id": self.wandb and self.wandb.id, **state}
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_whole(self.folder / "last.pt", buffer.getvalue())
-        if improved:
+        if improved or (final and not (self.folder / "best.pt").exists()):
             write_whole(self.folder / "best.pt", buffer.getvalue())
+        write_whole(self.folder / "last.pt", buffer.getvalue())
 
     def finish(self, evaluation: dict) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
@@ -790,6 +791,23 @@ class Run:
             self.wandb.finish(exit_code=int(kind is not None))
 
 
+def check_wandb(mode: str, project: str):
+    """Refuses before anything is created what W&B would refuse once it is."""
+    if re.search(r"[/\\#?%:]", project):
+        raise UsageError(f"--wandb-project {project}: W&B allows none of / \\ # ? % : in a name")
+    if mode == "online":
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise UsageError(f"--wandb-mode online: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def plot_learning_curve(folder: Path):
     """Draws the returns in metrics.jsonl over environment steps."""
     from matplotlib.figure import Figure  # slow to import, and needed only here
@@ -828,8 +846,7 @@ def local_file(path: str) -> str:
     try:
         return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+        raise UsageError(f"{path}: W&B: {first_line(error)} (offline, give a local file)") from None
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -839,7 +856,7 @@ def load_checkpoint(path: str | Path) -> dict:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
@@ -872,7 +889,11 @@ TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments a
 
 def choose_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
-    device = torch.device("cpu" if name == "auto" else name)
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
     if device.type == "cpu":
         torch.set_num_threads(1)
     return device
@@ -916,7 +937,8 @@ def train(args: Args) -> dict:
     agent = build_agent(args)
     device = next(agent.parameters()).device
     optimizer = torch.optim.Adam(
-        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}], eps=1e-5
+        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}],
+        eps=1e-5, fused=True,
     )
     if resumed:
         restore(agent, resumed, args.resume)
@@ -969,7 +991,10 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        summary = run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        if stopped:
+            raise SystemExit(128 + stopped[0])
+        return summary
 
 
 def preset_name(env_id: str) -> str | None:
