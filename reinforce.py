@@ -108,8 +108,8 @@ class Args:
         return math.ceil(self.total_timesteps / self.batch_size)
 
     def __post_init__(self):
-        limits = {"gamma": (0, 1), "max_grad_norm": (1e-9, math.inf)}
-        for name in "seed learning_rate clip_coef ent_coef".split():
+        limits = {"gamma": (0, 1), "max_grad_norm": (1e-9, math.inf), "seed": (0, 2**63 - 1)}
+        for name in "learning_rate clip_coef ent_coef".split():
             limits[name] = 0, math.inf
         for name in "total_timesteps save_every eval_episodes num_envs num_steps".split():
             limits[name] = 1, math.inf
@@ -444,11 +444,10 @@ class Run:
     """
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
-        if args.wandb_mode == "online" and not wandb.api.api_key:
-            raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
+        check_wandb(args.wandb_mode, args.wandb_project)
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
-        self.folder = Path(args.resume).parent if resumed else folder
+        self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
         self.progress = resumed["progress"] if resumed else {
             "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
@@ -516,16 +515,16 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = (full and (best is None or mean > best)) or (final and best is None)
+        improved = full and (best is None or mean > best)
         if improved:
-            self.progress["best_mean"] = None if math.isnan(mean) else mean
+            self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
                  "wandb_id": self.wandb and self.wandb.id, **state}
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_whole(self.folder / "last.pt", buffer.getvalue())
-        if improved:
+        if improved or (final and not (self.folder / "best.pt").exists()):
             write_whole(self.folder / "best.pt", buffer.getvalue())
+        write_whole(self.folder / "last.pt", buffer.getvalue())
 
     def finish(self, evaluation: dict) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
@@ -568,6 +567,23 @@ class Run:
             self.wandb.finish(exit_code=int(kind is not None))
 
 
+def check_wandb(mode: str, project: str):
+    """Refuses before anything is created what W&B would refuse once it is."""
+    if re.search(r"[/\\#?%:]", project):
+        raise UsageError(f"--wandb-project {project}: W&B allows none of / \\ # ? % : in a name")
+    if mode == "online":
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise UsageError(f"--wandb-mode online: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def plot_learning_curve(folder: Path):
     """Draws the returns in metrics.jsonl over environment steps."""
     from matplotlib.figure import Figure  # slow to import, and needed only here
@@ -606,8 +622,7 @@ def local_file(path: str) -> str:
     try:
         return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+        raise UsageError(f"{path}: W&B: {first_line(error)} (offline, give a local file)") from None
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -617,7 +632,7 @@ def load_checkpoint(path: str | Path) -> dict:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
@@ -650,7 +665,11 @@ TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments a
 
 def choose_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
-    device = torch.device("cpu" if name == "auto" else name)
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
     if device.type == "cpu":
         torch.set_num_threads(1)
     return device
@@ -663,11 +682,11 @@ def make_seeds(words: list[int], num_envs: int) -> list[int]:
 
 def build_agent(args: Args) -> PolicyNetwork:
     """A new policy for the environment, on the device asked for."""
+    device = choose_device(args.device)  # first: initial weights depend on the number of threads
     env = make_env(args.env_id)
     env.close()
     num_actions = int(env.action_space.n)
-    policy = PolicyNetwork(env.observation_space.shape, num_actions, args.hidden_sizes)
-    return policy.to(choose_device(args.device))
+    return PolicyNetwork(env.observation_space.shape, num_actions, args.hidden_sizes).to(device)
 
 
 def restore(agent: nn.Module, checkpoint: dict, path: str):
@@ -690,7 +709,7 @@ def train(args: Args) -> dict:
 
     torch.manual_seed(args.seed)
     policy = build_agent(args)
-    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5)
+    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, fused=True)
     if resumed:
         restore(policy, resumed, args.resume)
         optimizer.load_state_dict(resumed["optimizer"])
@@ -731,7 +750,10 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
+        summary = run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
+        if stopped:
+            raise SystemExit(128 + stopped[0])
+        return summary
 
 
 def preset_name(env_id: str) -> str | None:
