@@ -36,7 +36,7 @@ Details that matter:
 
 import time
 
-START = time.perf_counter()  # before the slow imports, so that a run can tell how long it took in all
+START = time.perf_counter()  # before the slow imports, so that a run can tell its whole duration
 
 import argparse
 import contextlib
@@ -76,7 +76,7 @@ SCRIPT = "dreamer_actor_loss"
 SIZE_NAMES = ("deter", "hidden", "stoch", "classes", "units", "layers", "blocks")
 SIZES = {  # 1m and up are the official ones
     "tiny": (128, 64, 8, 8, 64, 2, 1),
-    "small": (192, 192, 12, 12, 192, 2, 1),
+    "small": (192, 96, 12, 12, 96, 2, 1),
     "1m": (512, 64, 32, 4, 64, 3, 8),
     "12m": (2048, 256, 32, 16, 256, 3, 8),
     "25m": (3072, 384, 32, 24, 384, 3, 8),
@@ -91,7 +91,7 @@ PRESETS = {
     "Pendulum": {"total_timesteps": 20_000},
     "LunarLander": {
         "total_timesteps": 60_000, "size": "small", "num_envs": 4, "batch_length": 32,
-        "train_ratio": 102.4,
+        "train_ratio": 102.4, "imag_last": 16,
     },
 }
 
@@ -158,27 +158,35 @@ class Args:
         return self.train_ratio / (self.batch_size * self.batch_length)
 
     def __post_init__(self):
-        counts = "total_timesteps num_envs log_every save_every eval_episodes batch_size"
-        for name in f"{counts} batch_length learning_starts horizon".split():
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be 1 or more")
-        for name in ("gamma", "lam", "policy_unimix"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1")
+        for names, low, high in (
+            ("total_timesteps num_envs log_every save_every eval_episodes batch_size", 1, math.inf),
+            ("batch_length learning_starts horizon", 1, math.inf),
+            ("deter hidden stoch classes units layers blocks", 1, math.inf),
+            ("imag_last warmup learning_rate train_ratio ent_coef free_nats", 0, math.inf),
+            ("dyn_scale rep_scale replay_value_scale", 0, math.inf),
+            ("seed", 0, 2**63 - 1),
+            ("gamma lam policy_unimix slow_rate return_rate final_lr_fraction", 0, 1),
+        ):
+            for name in names.split():
+                value, option = getattr(self, name), "--" + name.replace("_", "-")
+                if value is not None and not low <= value <= high:
+                    raise UsageError(f"{option} {value} must be between {low} and {high}")
         if self.size not in SIZES:
-            raise UsageError(f"--size {self.size}: need one of {', '.join(SIZES)}")
+            raise UsageError(f"--size {self.size}: choose one of {', '.join(SIZES)}")
         if self.dims["deter"] % self.dims["blocks"]:
             raise UsageError(f"--deter must be a multiple of the {self.dims['blocks']} --blocks")
         if self.num_bins < 3 or self.num_bins % 2 == 0:
-            raise UsageError("--num-bins must be odd and 3 or more, so that one bin is exactly 0")
+            raise UsageError("--num-bins must be odd and at least 3, so that one bin is exactly 0")
+        if self.imag_last > self.batch_length:
+            raise UsageError(f"--imag-last must be at most --batch-length {self.batch_length}")
         if self.replay_capacity < self.num_envs * (self.batch_length + 1):
             raise UsageError(
-                f"--replay-capacity {self.replay_capacity} holds no sequence of --batch-length "
-                f"{self.batch_length} + 1 steps for each of --num-envs {self.num_envs}"
+                f"--replay-capacity {self.replay_capacity} cannot hold --batch-length + 1 = "
+                f"{self.batch_length + 1} steps of each of {self.num_envs} environments"
             )
-        if self.total_timesteps <= self.learning_starts:
+        if self.total_timesteps <= self.learning_starts + self.num_envs:
             raise UsageError(
-                f"--total-timesteps {self.total_timesteps} ends before training begins "
+                f"--total-timesteps {self.total_timesteps} end before training starts "
                 f"(--learning-starts {self.learning_starts})"
             )
 
@@ -404,9 +412,12 @@ def continue_loss(logits, is_terminal, gamma):
 
 
 def gru_update(reset, candidate, update, deter):
-    """The recurrent state's gate; the -1 makes it remember at first."""
-    update = torch.sigmoid(update - 1)
-    return update * torch.tanh(torch.sigmoid(reset) * candidate) + (1 - update) * deter
+    """u tanh(sigmoid(reset) candidate) + (1 - u) deter, where u = sigmoid(update - 1).
+
+    tanh(x) is written 2 sigmoid(2x) - 1, which takes a third of the time on a CPU.
+    """
+    proposal = torch.sigmoid(2 * torch.sigmoid(reset) * candidate) * 2 - 1
+    return torch.lerp(deter, proposal, torch.sigmoid(update - 1))
 
 
 def squash_action(action):
@@ -470,9 +481,10 @@ class BlockLinear(nn.Module):
     def forward(self, x):
         blocks, in_dim, out_dim = self.weight.shape
         if blocks == 1:
-            return (x @ self.weight[0] + self.bias[0]).unsqueeze(-2)
-        out = torch.bmm(x.reshape(-1, blocks, in_dim).transpose(0, 1), self.weight)
-        return (out.transpose(0, 1) + self.bias).view(*x.shape[:-1], blocks, out_dim)
+            return F.linear(x, self.weight[0].t(), self.bias[0]).unsqueeze(-2)
+        x_blocks = x.reshape(-1, blocks, in_dim).transpose(0, 1)
+        out = torch.baddbmm(self.bias.unsqueeze(1), x_blocks, self.weight)
+        return out.transpose(0, 1).view(*x.shape[:-1], blocks, out_dim)
 
 
 class RSSM(nn.Module):
@@ -939,6 +951,7 @@ def evaluate_checkpoint(args: Args):
 
 def record_gif(env: gym.Env, seed: int, act, path: Path):
     """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
     fps = env.metadata.get("render_fps", 30)
     skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
     (obs, _), done, frames = env.reset(seed=seed), False, []
@@ -968,11 +981,10 @@ class Run:
     """
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
-        if args.wandb_mode == "online" and not wandb.api.api_key:
-            raise UsageError("--wandb-mode online needs a key: run `wandb login`, or stay offline")
+        check_wandb(args.wandb_mode, args.wandb_project)
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
-        self.folder = Path(args.resume).parent if resumed else folder
+        self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
         self.progress = resumed["progress"] if resumed else {
             "global_step": 0, "seconds": 0.0, "recent_returns": [], "best_mean": None,
@@ -1004,7 +1016,7 @@ class Run:
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
     def log(self, global_step: int, episodes: list, metrics: dict):
-        """Logs one row; episodes are the (return, length) of those that ended since the last one."""
+        """Logs one row. episodes: (return, length) of those that ended since the last row."""
         now, progress = time.perf_counter(), self.progress
         self.bar.update(global_step - progress["global_step"])
         progress["global_step"], progress["seconds"] = global_step, now - self.process_start
@@ -1040,16 +1052,16 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = (full and (best is None or mean > best)) or (final and best is None)
+        improved = full and (best is None or mean > best)
         if improved:
             self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
                  "wandb_id": self.wandb and self.wandb.id, **state}
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_whole(self.folder / "last.pt", buffer.getvalue())
-        if improved:
+        if improved or (final and not (self.folder / "best.pt").exists()):
             write_whole(self.folder / "best.pt", buffer.getvalue())
+        write_whole(self.folder / "last.pt", buffer.getvalue())
 
     def finish(self, evaluation: dict) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
@@ -1077,7 +1089,9 @@ class Run:
         print(f"model, GIF, curve and numbers: {self.folder}")
         if self.wandb:
             place = os.path.relpath(Path(self.wandb.dir).parent)
-            print(self.wandb.url or f"W&B: see it with `wandb leet {place}`, or `wandb sync {place}`")
+            online = self.config["wandb_mode"] == "online"
+            local = f"wandb leet {place}, or wandb sync {place}"
+            print("W&B:", self.wandb.url if online else local)
         return summary
 
     def __enter__(self):
@@ -1088,6 +1102,23 @@ class Run:
         self.metrics.close()
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
+
+
+def check_wandb(mode: str, project: str):
+    """Refuses before anything is created what W&B would refuse once it is."""
+    if re.search(r"[/\\#?%:]", project):
+        raise UsageError(f"--wandb-project {project}: W&B allows none of / \\ # ? % : in a name")
+    if mode == "online":
+        wandb.setup(wandb.Settings(silent=True))
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise UsageError(f"--wandb-mode online: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def plot_learning_curve(folder: Path):
@@ -1128,8 +1159,7 @@ def local_file(path: str) -> str:
     try:
         return str(next(Path(wandb.Api().artifact(path).download()).glob("*.pt")))
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"{path}: W&B says: {reason} (offline, give a local file)") from None
+        raise UsageError(f"{path}: W&B: {first_line(error)} (offline, give a local file)") from None
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -1139,7 +1169,7 @@ def load_checkpoint(path: str | Path) -> dict:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        raise UsageError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("script") != SCRIPT:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
@@ -1147,7 +1177,7 @@ def load_checkpoint(path: str | Path) -> dict:
 
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that SIGINT and SIGTERM are noted in; the second one ends the process as usual."""
+    """Yields a list that notes SIGINT and SIGTERM; a second one ends the process at once."""
     received = []
 
     def note(signum, frame):
@@ -1172,7 +1202,11 @@ TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments a
 
 def choose_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
-    device = torch.device("cpu" if name == "auto" else name)
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
     if device.type == "cpu":
         torch.set_num_threads(1)
     return device
@@ -1225,8 +1259,8 @@ def train(args: Args) -> dict:
         actor = Actor(envs, spec, agent, seed_words)
         print(
             f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
-            f"updates per step from step {learning_starts:,} on, {replay.num_bytes / 1e6:,.0f} MB of "
-            f"replay{' that starts empty again' if resumed else ''}", file=sys.stderr,
+            f"updates per step from step {learning_starts:,} on, {replay.num_bytes:,} bytes of replay"
+            + ", which starts empty again" * bool(resumed), file=sys.stderr,
         )
         rows, episodes, owed = [], [], 0.0
         while global_step < args.total_timesteps:
@@ -1270,7 +1304,10 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        summary = run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        if stopped:
+            raise SystemExit(128 + stopped[0])
+        return summary
 
 
 def preset_name(env_id: str) -> str | None:
