@@ -61,7 +61,7 @@ SCRIPT = "reinforce"
 
 # What trains well where; anything given on the command line wins over it.
 PRESETS = {
-    "Acrobot": {"num_envs": 32},
+    "Acrobot": {"total_timesteps": 400_000, "num_envs": 16, "learning_rate": 3e-3},
     "LunarLander": {
         "total_timesteps": 1_000_000, "num_envs": 16, "num_steps": 1000, "learning_rate": 5e-3,
         "gamma": 0.99,
@@ -294,7 +294,10 @@ def get_actions(policy, obs):
 
 @torch.no_grad()
 def gen_rollout(envs, policy, num_steps, seeds=None):
-    """Fills a window with new episodes; also returns the (return, length) of those that ended."""
+    """Fills a window with new episodes; also returns the (return, length) of those that ended.
+
+    What the window's end cuts is given up and not counted: short windows favour short episodes.
+    """
     device = next(policy.parameters()).device
     (obs, _), steps, episodes = envs.reset(seed=seeds), [], []
     for _ in range(num_steps):
@@ -338,7 +341,7 @@ def update(policy, optimizer, tau, args):
             objective = compute_reinforce_loss(returns, logprobs, weights)
         else:
             objective = (weights * logprobs * returns).mean()
-        entropy = -logprobs.detach().mean()  # an estimate that costs nothing
+        entropy = -tau.logprobs.mean()  # of the policy that acted: an estimate that costs nothing
         if args.ent_coef:
             all_logprobs = policy(tau.obs).log_softmax(-1)
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()

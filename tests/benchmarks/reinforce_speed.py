@@ -7,7 +7,7 @@ plain REINFORCE loop with one environment, in turns, so that a busy machine slow
 import argparse
 import contextlib
 import io
-import statistics
+import json
 import sys
 import tempfile
 import time
@@ -16,10 +16,13 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
+from ppo_learning import ROOT, as_table, measured_on, report_figures, spread
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(ROOT))
 import reinforce
+
+COLUMNS = ["round", "reinforce.py", "random actions", "plain loop", "x plain", "% of random"]
 
 
 def script_speed(env_id, total_timesteps):
@@ -79,25 +82,36 @@ def plain_speed(env_id, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env-id", default="CartPole-v1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    script_speed(arguments.env_id, 64_000)  # warm up
-    print("| round | reinforce.py | random actions | plain loop | / random | / plain |")
-    print("|---|---|---|---|---|---|")
-    rows = []
-    for number in range(1, arguments.rounds + 1):
-        random = random_speed(arguments.env_id, arguments.seconds)
-        script = script_speed(arguments.env_id, 320_000)
-        plain = plain_speed(arguments.env_id, arguments.seconds)
-        rows.append((script, random, plain, script / random, script / plain))
-        print(f"| {number} | {script:.0f} | {random:.0f} | {plain:.0f} | {rows[-1][3]:.2f} | "
-              f"{rows[-1][4]:.1f} |", flush=True)  # fmt: skip
-    medians = [statistics.median(column) for column in zip(*rows)]
-    print("| median | {:.0f} | {:.0f} | {:.0f} | {:.2f} | {:.1f} |".format(*medians))
+    result, rows = {"env_id": args.env_id, **measured_on()}, []
+    script_speed(args.env_id, 64_000)  # warm up
+    for number in range(1, args.rounds + 1):
+        random = random_speed(args.env_id, args.seconds)
+        script = script_speed(args.env_id, 320_000)
+        plain = plain_speed(args.env_id, args.seconds)
+        rows.append(dict(zip(COLUMNS, (number, script, random, plain, script / plain))))
+        rows[-1]["% of random"] = 100 * script / random
+    median = {name: spread(rows, name)[1] for name in COLUMNS[1:]}
+    print(as_table([*rows, {"round": "median", **median}], COLUMNS))
+    times, share = median["x plain"], median["% of random"]
+    result["figures"] = report_figures([
+        (f"20 times the steps/s of a plain one-environment loop: {times:.1f}", times >= 20),
+        (f"60% of the steps/s of random actions: {share:.0f}%", share >= 60),
+    ])  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"reinforce-speed-{args.env_id}.json"
+    path.write_text(json.dumps({**result, "rows": rows}, indent=2))
+    print(f"written to {path}")
+    sys.exit(not all(result["figures"].values()))
 
 
-main()
+if __name__ == "__main__":
+    main()
