@@ -53,11 +53,18 @@ def run_ppo(env_id: str, seed: int, folder: Path, options=()) -> dict:
 
 def measured_on() -> dict:
     """What the figures depend on beside the code."""
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    models, load = [platform.processor()], os.getloadavg()[0]
+    if sys.platform == "linux":
+        models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or models
+    if load > 0.5:
+        print(
+            f"load average {load:.1f}: others use this machine, seconds mean little",
+            file=sys.stderr,
+        )
     return {
-        "processor": models[0] if models else platform.processor(),
+        "processor": models[0],
         "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
+        "load_before": load,
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -45,6 +45,7 @@ class Progress:
         self.threshold, self.limit, self.stop_when_solved = threshold, limit, stop_when_solved
         self.returns = deque(maxlen=100)
         self.result = dict(solved_step=None, solved_at=None, best_return_mean_100=None)
+        self.result["loop_started_step"] = 0
 
     def add(self, episode_returns, global_step: int) -> bool:
         """Takes in finished episodes; returns whether training should go on."""
@@ -109,7 +110,7 @@ def make_puffer_env(env_id: str, buf=None, seed=0):
     return pufferlib.emulation.GymnasiumPufferEnv(env=env, buf=buf, seed=seed)
 
 
-def train_puffer(env_id: str, seed: int, progress: Progress, num_workers: int) -> int:
+def train_puffer(env_id, seed, progress: Progress, num_workers: int, options=None) -> int:
     """PufferLib 3.0's trainer with its default options, and its vectorised environments."""
     import configparser
     from ast import literal_eval
@@ -135,16 +136,18 @@ def train_puffer(env_id: str, seed: int, progress: Progress, num_workers: int) -
             config[name] = literal_eval(value)
         except (ValueError, SyntaxError):
             config[name] = value
-    # Its box2d.ini asks for minibatches of 2048 and its classic_control.ini for 64 environments.
-    config |= dict(env=env_id, device="cpu", seed=seed, use_rnn=False, minibatch_size=2048)
+    config |= dict(env=env_id, device="cpu", seed=seed, use_rnn=False)
     config |= dict(total_timesteps=progress.limit, data_dir=tempfile.mkdtemp())
+    # Its box2d.ini asks for minibatches of 2048 and its classic_control.ini for 64 environments.
+    config |= options or dict(minibatch_size=2048, bptt_horizon=64)
+    num_envs = 4096 // config["bptt_horizon"]
     envs = pufferlib.vector.make(
         make_puffer_env,
         env_kwargs=dict(env_id=env_id),
         backend="Multiprocessing" if num_workers else "Serial",
-        num_envs=64,
+        num_envs=num_envs,
         num_workers=num_workers or 1,
-        batch_size=64,
+        batch_size=num_envs,
         overwork=True,
         seed=seed * 1000,
     )
@@ -161,6 +164,17 @@ def train_puffer(env_id: str, seed: int, progress: Progress, num_workers: int) -
     envs.close()
     trainer.utilization.stop()
     return trainer.global_step
+
+
+def train_puffer_matched(env_id: str, seed: int, progress: Progress, num_workers: int) -> int:
+    """PufferLib's trainer with as much learning per step as ppo.py does on LunarLander. Its own
+    defaults make one pass with two gradient steps over 4096 steps, where ppo.py makes 48."""
+    options = dict(
+        bptt_horizon=128, minibatch_size=512, update_epochs=6, optimizer="adam",
+        learning_rate=1.5e-3, adam_beta1=0.9, adam_eps=1e-5, gamma=0.995, gae_lambda=0.97, ent_coef=0.005, vf_coef=0.5,
+        max_grad_norm=0.5,
+    )  # fmt: skip
+    return train_puffer(env_id, seed, progress, num_workers, options)
 
 
 def make_sample_factory_env(env_id, cfg=None, env_config=None, render_mode=None):
@@ -193,9 +207,10 @@ def train_sample_factory(env_id: str, seed: int, progress: Progress, num_workers
     _, runner = make_runner(parse_full_cfg(parser, argv))
 
     def watch(runner, message, policy_id):
-        progress.result.setdefault("loop_started_at", time.time())
-        finished = [float(message["episodic"]["reward"])]
-        if not progress.add(finished, runner.env_steps.get(policy_id, 0)):
+        steps = runner.env_steps.get(policy_id, 0)
+        if steps and "loop_started_at" not in progress.result:  # its processes take long to start
+            progress.result.update(loop_started_at=time.time(), loop_started_step=steps)
+        if not progress.add([float(message["episodic"]["reward"])], steps):
             runner.cfg.train_for_env_steps = 0  # it ends after the training iteration under way
 
     runner.register_episodic_stats_handler(watch)
@@ -208,6 +223,7 @@ PEERS = {
     "sb3": (train_sb3, ["stable-baselines3", "torch", "gymnasium", "numpy"]),
     "sbx": (train_sbx, ["sbx-rl", "jax", "gymnasium", "numpy"]),
     "sample-factory": (train_sample_factory, ["sample-factory", "torch", "gymnasium", "numpy"]),
+    "puffer-matched": (train_puffer_matched, ["pufferlib", "torch", "gymnasium", "numpy"]),
     "puffer": (train_puffer, ["pufferlib", "torch", "gymnasium", "numpy"]),
 }
 
