@@ -462,7 +462,7 @@ def norm_silu(dim):
     return nn.Sequential(nn.RMSNorm(dim, eps=1e-4), nn.SiLU())
 
 
-def mlp(in_dim, units, layers, out_dim=None, out_scale=1.0):
+def dense(in_dim, units, layers, out_dim=None, out_scale=1.0):
     """layers x [linear, norm, SiLU], then optionally a linear output."""
     dims = [in_dim] + [units] * layers
     modules = [m for a, b in itertools.pairwise(dims) for m in (linear(a, b), norm_silu(b))]
@@ -498,16 +498,16 @@ class RSSM(nn.Module):
         super().__init__()
         self.stoch, self.classes, self.blocks = stoch, classes, blocks
         self.sizes = deter, stoch * classes  # of the two parts of the state
-        self.in_deter = mlp(deter, hidden, 1)
-        self.in_stoch = mlp(stoch * classes, hidden, 1)
-        self.in_action = mlp(action_dim, hidden, 1)
+        self.in_deter = dense(deter, hidden, 1)
+        self.in_stoch = dense(stoch * classes, hidden, 1)
+        self.in_action = dense(action_dim, hidden, 1)
         # Each block sees its part of deter and all of the inputs; the latter is one product for all
         fan_in = deter + 3 * hidden * blocks
         self.mix_deter = BlockLinear(deter, deter, blocks, fan_in)
         self.mix_inputs = linear(3 * hidden, deter, bias=False, fan_in=fan_in)
         self.mix_norm = norm_silu(deter)
         self.gates = BlockLinear(deter, 3 * deter, blocks)
-        self.prior = mlp(deter, hidden, 2, stoch * classes)
+        self.prior = dense(deter, hidden, 2, stoch * classes)
         self.post_deter = linear(deter, hidden, fan_in=deter + token_dim)
         self.post_tokens = linear(token_dim, hidden, bias=False, fan_in=deter + token_dim)
         self.post_out = nn.Sequential(norm_silu(hidden), linear(hidden, stoch * classes))
@@ -561,7 +561,7 @@ class Policy(nn.Module):
         super().__init__()
         self.nvec, self.mix = nvec, mix
         out_dim = action_dim if nvec else 2 * action_dim
-        self.net = mlp(in_dim, units, layers, out_dim, out_scale=0.01)
+        self.net = dense(in_dim, units, layers, out_dim, out_scale=0.01)
 
     def categoricals(self, feat):
         """Log-probabilities, one tensor [.., n] per action."""
@@ -594,7 +594,7 @@ class Policy(nn.Module):
         return (log_probs * action).sum(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
-class Agent(nn.Module):
+class Dreamer(nn.Module):
     """World model, actor and critics."""
 
     def __init__(self, obs_dim, action_dim, nvec, args):
@@ -602,13 +602,13 @@ class Agent(nn.Module):
         dims = args.dims
         units, layers = dims["units"], dims["layers"]
         feat_dim = dims["deter"] + dims["stoch"] * dims["classes"]
-        self.encoder = mlp(obs_dim, units, layers)
+        self.encoder = dense(obs_dim, units, layers)
         self.rssm = RSSM(**dims, token_dim=units, action_dim=action_dim)
-        self.decoder = mlp(feat_dim, units, layers, obs_dim)
-        self.reward = mlp(feat_dim, units, 1, args.num_bins, out_scale=0.0)
-        self.cont = mlp(feat_dim, units, 1, 1)
+        self.decoder = dense(feat_dim, units, layers, obs_dim)
+        self.reward = dense(feat_dim, units, 1, args.num_bins, out_scale=0.0)
+        self.cont = dense(feat_dim, units, 1, 1)
         self.policy = Policy(feat_dim, units, layers, action_dim, nvec, args.policy_unimix)
-        self.value = mlp(feat_dim, units, layers, args.num_bins, out_scale=0.0)
+        self.value = dense(feat_dim, units, layers, args.num_bins, out_scale=0.0)
         self.slow_value = copy.deepcopy(self.value).requires_grad_(False)
         self.return_normalizer = ReturnNormalizer(args.return_rate)
         self.register_buffer("bins", twohot_bins(args.num_bins).float(), persistent=False)
@@ -761,18 +761,22 @@ def learning_rate(args, num_updates, global_step):
     return args.learning_rate * min(1.0, num_updates / args.warmup if args.warmup else 1.0) * fall
 
 
-def update(agent, optimizer, replay, args, measure=False):
+def train_step(agent, optimizer, replay, args, measure=False):
     """One gradient step on one batch; latents go back to the replay. Returns metrics."""
     batch, index = replay.sample(args.batch_size, args.batch_length)
     model_loss, feat, deter, stoch, model_metrics = world_model_loss(agent, batch, args)
     loss, metrics = behaviour_loss(agent, feat, deter, stoch, batch, args, measure)
+    metrics = model_metrics | metrics
+    if not (model_loss + loss).isfinite():
+        name = next((name for name, value in metrics.items() if not value.isfinite()), "loss")
+        raise TrainingError(f"non-finite {name}; the last checkpoint is untouched")
     optimizer.zero_grad()
     (model_loss + loss).backward()
     optimizer.step()
     fast, slow = (list(critic.parameters()) for critic in (agent.value, agent.slow_value))
     torch._foreach_lerp_(slow, fast, args.slow_rate)
     replay.write_back(index, deter, stoch)
-    return {k: v.detach() for k, v in (model_metrics | metrics).items()}
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 # ------------------------------------------------------------------------------------------- replay
@@ -905,7 +909,7 @@ class Actor:
             raise TrainingError(f"non-finite {name} (environment {index}, step {self.num_steps})")
 
 
-def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
     episodes = {}
     with contextlib.closing(make_vector_env(args.env_id, num_episodes)) as envs:
@@ -917,7 +921,7 @@ def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, n
     return tuple(np.array([episodes[index] for index in range(num_episodes)]).T)
 
 
-def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
+def evaluate_and_record(agent: Dreamer, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
     env, memory = make_env(args.env_id, render_mode="rgb_array"), [agent.initial(1), np.ones(1)]
@@ -1212,15 +1216,15 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def build_agent(args: Args) -> Agent:
+def build_agent(args: Args) -> Dreamer:
     env = make_env(args.env_id)
     env.close()
     spec = ActionSpec(env.action_space)
-    agent = Agent(env.observation_space.shape[0], spec.dim, spec.nvec, args)
+    agent = Dreamer(env.observation_space.shape[0], spec.dim, spec.nvec, args)
     return agent.to(choose_device(args.device))
 
 
-def restore(agent: Agent, checkpoint: dict, path: str):
+def restore(agent: Dreamer, checkpoint: dict, path: str):
     """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
     try:
         agent.load_state_dict(checkpoint["agent"])
@@ -1259,7 +1263,7 @@ def train(args: Args) -> dict:
         actor = Actor(envs, spec, agent, seed_words)
         print(
             f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
-            f"updates per step from step {learning_starts:,} on, {replay.num_bytes:,} bytes of replay"
+            f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
             + ", which starts empty again" * bool(resumed), file=sys.stderr,
         )
         rows, episodes, owed = [], [], 0.0
@@ -1275,7 +1279,7 @@ def train(args: Args) -> dict:
             for _ in range(int(owed)):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(args, num_updates, global_step)
-                rows.append(update(agent, optimizer, replay, args, measure=not rows))
+                rows.append(train_step(agent, optimizer, replay, args, measure=not rows))
                 num_updates += 1
             owed %= 1
 

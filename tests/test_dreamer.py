@@ -10,6 +10,7 @@ import math
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -56,7 +57,7 @@ def small_args(**options):
 def small_agent(obs_dim=2, nvec=(3,), action_dim=3, **options):
     torch.manual_seed(0)
     args = small_args(**options)
-    return dreamer.Agent(obs_dim, action_dim, nvec, args), args
+    return dreamer.Dreamer(obs_dim, action_dim, nvec, args), args
 
 
 def filled_replay(agent, num_envs=2, steps=60, length=10, obs_dim=2, action_dim=3):
@@ -822,7 +823,7 @@ def test_latents_are_written_back_to_the_replay_itself():
     replay = filled_replay(agent)
     before = replay.data["deter"].clone()
     optimizer = dreamer.LaProp([p for p in agent.parameters() if p.requires_grad], 1e-3)
-    dreamer.update(agent, optimizer, replay, args)
+    dreamer.train_step(agent, optimizer, replay, args)
     changed = (replay.data["deter"] != before).any(-1)
     assert 6 <= changed.sum() <= 18
     assert (replay.data["stoch"][changed].view(-1, 4, 3).sum(1) == 1).all(), "one class per latent"
@@ -854,7 +855,7 @@ def test_copied_action_is_reconstructed():
         batch_length=8,
         horizon=1,
     )
-    agent = dreamer.Agent(3, 3, (3,), args)
+    agent = dreamer.Dreamer(3, 3, (3,), args)
     replay, rng = dreamer.Replay(2000, 1, 3, 3, 32, 16), np.random.default_rng(0)
     action = np.zeros((1, 3))
     for step in range(1500):
@@ -885,3 +886,220 @@ def test_copied_action_is_reconstructed():
         predicted = agent.decoder(torch.cat([deter, stoch], -1))
         error = (predicted - dreamer.symlog(batch["obs"][-1])).square().sum(-1).mean()
     assert error < 0.1, "0.32 is what a guess at the mean reaches"
+
+
+# acting, environments, whole runs ----------------------------------------------------------------
+
+
+def tiny_run(tmp_path, **options):
+    """Arguments of a run of seconds."""
+    sizes = {"deter": 32, "hidden": 32, "stoch": 4, "classes": 4, "units": 32, "layers": 1}
+    batch = {"batch_size": 8, "batch_length": 8, "horizon": 5, "num_bins": 41, "train_ratio": 64}
+    run = {"runs_dir": str(tmp_path), "wandb_mode": "disabled", "eval_episodes": 10, "warmup": 20}
+    schedule = {"total_timesteps": 400, "learning_starts": 100, "log_every": 50, "save_every": 1}
+    return dreamer.Args(**(sizes | batch | run | schedule | {"learning_rate": 3e-3} | options))
+
+
+def trained(args):
+    """Summary and agent of a finished run."""
+    summary = dreamer.train(args)
+    (path,) = Path(args.runs_dir).glob("*/last.pt")
+    agent = dreamer.build_agent(args)
+    agent.load_state_dict(dreamer.load_checkpoint(path)["agent"])
+    return summary, agent
+
+
+def value_of(agent, *observations):
+    """The critic's value after the last of these observations, averaged over posterior samples."""
+    torch.manual_seed(0)
+    state, is_first = agent.initial(50), np.ones(50)
+    for obs in observations:
+        _, state = agent.act(np.full((50, 1), obs), state, is_first, True)
+        is_first = np.zeros(50)
+    return dreamer.twohot_mean(agent.value(torch.cat(state[:2], -1)), agent.bins).mean().item()
+
+
+GAMMA = 1 - 1 / 333
+
+
+@pytest.mark.parametrize(
+    "probe, values",
+    [
+        ("ConstantValue", {(0,): 1.0}),
+        ("ObsValue", {(-1,): -1.0, (1,): 1.0}),
+        ("TwoSteps", {(0,): GAMMA, (0, 1): 1.0}),
+    ],
+)
+def test_probe_values(tmp_path, probe, values):
+    args = tiny_run(tmp_path, env_id=f"tests.probes:{probe}-v0")
+    _, agent = trained(args)
+    for observations, value in values.items():
+        assert value_of(agent, *observations) == pytest.approx(value, abs=0.2)
+
+
+@pytest.mark.parametrize("probe", ["BestAction", "ObsAction"])
+def test_probe_actions(tmp_path, probe):
+    args = tiny_run(tmp_path, env_id=f"tests.probes:{probe}-v0")
+    assert dreamer.train(args)["eval_return_mean"] == 1.0
+
+
+def counting_actor(env_id, num_envs=1):
+    envs = dreamer.make_vector_env(env_id, num_envs)
+    spec = dreamer.ActionSpec(envs.single_action_space)
+    agent, _ = small_agent(obs_dim=1, nvec=spec.nvec, action_dim=spec.dim)
+    replay = dreamer.Replay(1000, num_envs, 1, spec.dim, *agent.rssm.sizes)
+    return dreamer.Actor(envs, spec, agent, [1, 0, 0]), replay
+
+
+@pytest.mark.parametrize("env_id, terminal", [("Count-v0", 1.0), ("CountTimeLimit-v0", 0.0)])
+def test_records_of_episodes(env_id, terminal):
+    """An episode of 3 steps is 4 records, the last with its true observation and reward."""
+    actor, replay = counting_actor(f"tests.probes:{env_id}")
+    episodes = [episode for _ in range(9) for episode in actor.step(replay)]
+    assert episodes == [(3.0, 3)] * 3, "returns and lengths start again after each episode"
+    records = {name: value[0, :12] for name, value in replay.data.items()}
+    assert records["obs"][:, 0].tolist() == [0, 1, 2, 3] * 3
+    assert records["reward"].tolist() == [0, 1, 1, 1] * 3
+    assert records["is_first"].tolist() == [1, 0, 0, 0] * 3
+    assert records["is_last"].tolist() == [0, 0, 0, 1] * 3
+    assert records["is_terminal"].tolist() == [0, 0, 0, terminal] * 3
+    assert records["action"].sum(-1).tolist() == [1, 1, 1, 0] * 3
+    loss = dreamer.continue_loss(torch.full((12,), 20.0), records["is_terminal"], GAMMA)
+    assert (loss[3::4] > 10).all() == bool(terminal), "only a termination teaches an end"
+
+
+def test_environments_start_differently_and_reproducibly():
+    def first_rows(words):
+        envs = dreamer.make_vector_env("CartPole-v1", 3)
+        spec = dreamer.ActionSpec(envs.single_action_space)
+        agent, _ = small_agent(4, spec.nvec, spec.dim)
+        return dreamer.Actor(envs, spec, agent, words).obs
+
+    rows = first_rows([1, 0, 0])
+    assert len(np.unique(rows, axis=0)) == 3
+    assert (rows == first_rows([1, 0, 0])).all() and not (rows == first_rows([2, 0, 0])).any()
+
+
+def test_action_spaces():
+    spaces = gym.spaces
+    spec = dreamer.ActionSpec(spaces.Discrete(3, start=5))
+    assert spec.to_env(torch.eye(3)).tolist() == [5, 6, 7] and spec.dim == 3
+    spec = dreamer.ActionSpec(spaces.MultiDiscrete([3, 2]))
+    chosen = torch.tensor([[0.0, 0, 1, 1, 0], [1, 0, 0, 0, 1]])
+    assert spec.to_env(chosen).tolist() == [[2, 0], [0, 1]] and spec.dim == 5
+    spec = dreamer.ActionSpec(
+        spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32))
+    )
+    assert spec.to_env(torch.tensor([[-3.0, 0.0], [0.5, 9.0]])).tolist() == [[-2, 0.5], [1, 1]]
+    with pytest.raises(dreamer.UsageError, match="MultiBinary"):
+        dreamer.ActionSpec(spaces.MultiBinary(3))
+
+
+def test_several_discrete_actions_are_summed():
+    agent, _ = small_agent(nvec=(3, 2), action_dim=5)
+    feat = torch.randn(7, 28)
+    action = agent.policy.act(feat)
+    assert (action[:, :3].sum(-1) == 1).all() and (action[:, 3:].sum(-1) == 1).all()
+    log_prob, entropy = agent.policy.score(feat, action)
+    parts = agent.policy.categoricals(feat)
+    expected = parts[0][action[:, :3].bool()] + parts[1][action[:, 3:].bool()]
+    close(log_prob.detach(), expected.detach(), rtol=1e-5)
+    assert log_prob.shape == entropy.shape == (7,)
+
+
+def test_out_of_range_actions_are_scored_as_drawn(tmp_path):
+    """Pendulum: the replay holds the raw sample, the environment gets the clipped one."""
+    envs = dreamer.make_vector_env("Pendulum-v1", 2)
+    spec = dreamer.ActionSpec(envs.single_action_space)
+    agent, _ = small_agent(3, spec.nvec, spec.dim)
+    agent.policy.act = lambda feat, greedy: torch.full((2, 1), 3.0)
+    replay = dreamer.Replay(100, 2, 3, 1, *agent.rssm.sizes)
+    actor = dreamer.Actor(envs, spec, agent, [1, 0, 0])
+    actor.step(replay)
+    assert (replay.data["action"][:, 0] == 3.0).all()
+    assert (spec.to_env(torch.full((2, 1), 3.0)) == 2.0).all()
+
+
+@pytest.mark.parametrize("broken, cause", [("NaNReward", "reward"), ("NaNObs", "observation")])
+def test_non_finite_input_stops_the_run(tmp_path, broken, cause):
+    args = tiny_run(tmp_path, env_id=f"tests.probes:{broken}-v0")
+    with pytest.raises(dreamer.TrainingError, match=f"non-finite {cause}.*environment 0"):
+        dreamer.train(args)
+    assert not list(tmp_path.glob("*/*.pt"))
+
+
+def test_non_finite_loss_stops_before_the_weights_change():
+    agent, args = small_agent()
+    replay = filled_replay(agent)
+    replay.data["reward"][:] = math.nan
+    before = {k: v.clone() for k, v in agent.state_dict().items()}
+    optimizer = dreamer.LaProp([p for p in agent.parameters() if p.requires_grad], 1e-3)
+    with pytest.raises(dreamer.TrainingError, match="non-finite world/reward"):
+        dreamer.train_step(agent, optimizer, replay, args)
+    after = agent.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before if "running" not in k)
+
+
+def test_same_seed_same_weights_and_resume(tmp_path, capsys):
+    agents = []
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        args = tiny_run(
+            tmp_path / folder, env_id="tests.probes:TwoSteps-v0", seed=seed, total_timesteps=150
+        )
+        agents.append(trained(args)[1].state_dict())
+    assert all(torch.equal(agents[0][k], agents[1][k]) for k in agents[0])
+    assert not all(torch.equal(agents[0][k], agents[2][k]) for k in agents[0])
+    (last,) = (tmp_path / "a").glob("*/last.pt")
+    saved = dreamer.load_checkpoint(last)
+    assert saved["agent"]["return_normalizer.running_high"] > 0 and saved["num_updates"] == 50
+    longer = tiny_run(
+        tmp_path / "a", env_id="tests.probes:TwoSteps-v0", total_timesteps=300, resume=str(last)
+    )
+    capsys.readouterr()
+    dreamer.train(longer)
+    assert "replay, which starts empty again" in capsys.readouterr().err
+    resumed = dreamer.load_checkpoint(last)
+    assert resumed["progress"]["global_step"] == 300
+    assert resumed["num_updates"] == 50 + 50, "the empty replay is filled first, without a burst"
+    rows = [json.loads(row) for row in (last.parent / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["global_step"] for row in rows]
+    assert steps == sorted(set(steps))
+    assert {"actor/policy_grad_norm", "actor/entropy_grad_norm", "actor/grad_ratio"} <= rows[
+        -1
+    ].keys()
+
+
+@pytest.mark.parametrize("advantage", ["return-only", "advantage-scaled"])
+def test_advantage_settings_run_with_continuous_actions(tmp_path, advantage):
+    args = tiny_run(tmp_path, env_id="Pendulum-v1", advantage=advantage, total_timesteps=110)
+    assert math.isfinite(dreamer.train(args)["eval_return_mean"])
+
+
+def test_impossible_arguments_are_refused():
+    for options in (
+        {"total_timesteps": 100},
+        {"deter": 30, "blocks": 4},
+        {"num_bins": 64},
+        {"replay_capacity": 10},
+        {"size": "huge"},
+        {"imag_last": 99},
+        {"gamma": 1.1},
+        {"num_envs": 0},
+    ):
+        with pytest.raises(dreamer.UsageError):
+            dreamer.Args(**options)
+
+
+def test_official_sizes():
+    args = dreamer.Args(size="1m", num_bins=255)
+    agent = dreamer.Dreamer(24, 6, None, args)
+    trained_parameters = sum(p.numel() for p in agent.parameters() if p.requires_grad)
+    assert trained_parameters == pytest.approx(640_867, rel=0.02)  # walker, as counted elsewhere
+
+
+def test_learns_cartpole(tmp_path):
+    """About two minutes. A random policy keeps the pole up for 22 steps, a constant one for 9."""
+    args = dreamer.Args(
+        env_id="CartPole-v1", total_timesteps=2500, runs_dir=str(tmp_path), wandb_mode="disabled"
+    )
+    assert dreamer.train(args)["eval_return_mean"] > 195
