@@ -62,7 +62,30 @@ PRESETS = {
         "total_timesteps": 100_000, "num_envs": 16, "num_steps": 64, "num_minibatches": 4,
         "actor_lr": 2e-3, "critic_lr": 4e-3, "gamma": 0.99, "gae_lambda": 0.95,
     },
+    "Acrobot": {"total_timesteps": 200_000, "gamma": 0.99, "gae_lambda": 0.95},
+    "MountainCar": {
+        "total_timesteps": 500_000, "num_steps": 256, "norm_obs": True, "ent_coef": 0.01,
+    },
+    "MountainCarContinuous": {"total_timesteps": 200_000, "norm_obs": True, "gamma": 0.999},
+    "Pendulum": {"total_timesteps": 300_000, "gamma": 0.95, "gae_lambda": 0.95, "ent_coef": 0.0},
+    "LunarLanderContinuous": {"total_timesteps": 500_000},
+    "BipedalWalker": {
+        "total_timesteps": 2_000_000, "num_steps": 256, "norm_obs": True, "ent_coef": 0.0,
+    },
+    "MuJoCo": {
+        "total_timesteps": 1_000_000, "num_envs": 8, "num_steps": 256, "num_minibatches": 32,
+        "update_epochs": 10, "norm_obs": True, "actor_lr": 3e-4, "critic_lr": 1e-3,
+        "gamma": 0.99, "gae_lambda": 0.95, "ent_coef": 0.0,
+    },
+    "Atari": {
+        "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128, "num_minibatches": 4,
+        "update_epochs": 4, "actor_lr": 2.5e-4, "critic_lr": 2.5e-4, "gamma": 0.99,
+        "gae_lambda": 0.95, "clip_coef": 0.1, "ent_coef": 0.01, "clip_reward": True,
+        "norm_reward": False, "save_every": 100, "eval_episodes": 10,
+    },
 }
+MUJOCO = "Ant HalfCheetah Hopper Humanoid HumanoidStandup InvertedDoublePendulum InvertedPendulum"
+MUJOCO = [*MUJOCO.split(), "Pusher", "Reacher", "Swimmer", "Walker2d"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class Args:
     env_id: str = "LunarLander-v3"  # Gymnasium environment id, `module:Env-v0` for one of your own
     seed: int = 1  # seeds torch and the environments
     total_timesteps: int = 500_000  # environment steps, rounded up to whole iterations
-    device: str = "auto"  # cpu, cuda, mps; auto is the CPU, which is faster for small networks
+    device: str = "auto"  # cpu, cuda, mps; auto: a GPU for pixels if there is one, else the CPU
     num_workers: int | None = None  # processes that step environments; default one per core, 0 none
     runs_dir: str = "runs"  # where the run's folder is created
     save_every: int = 10  # iterations between two checkpoints
@@ -96,10 +119,15 @@ class Args:
     clip_coef: float = 0.2  # how far the ratio may move before its gradient is cut
     clip_value: bool = False  # clip the critic's step in the same way
     norm_adv: bool = True  # normalise advantages per minibatch
+    norm_obs: bool = False  # normalise observations by their running mean and deviation
     norm_reward: bool = True  # divide rewards by the running deviation of the discounted return
+    clip_reward: bool = False  # learn from the sign of the reward
+    exploration_start: float = 0.0  # probability of a uniform action at the start of training
+    exploration_fraction: float = 0.5  # share of training over which it falls to zero
     ent_coef: float = 0.005  # weight of the entropy bonus
     max_grad_norm: float = 0.5  # gradients of each network are clipped to this norm
     target_kl: float | None = None  # end the update early once the policy has moved this far
+    compile: bool = False  # torch.compile networks and losses: pays on GPUs and in long runs
     hidden_sizes: tuple[int, ...] = (64, 64)  # hidden layers of actor and critic
 
     @property
@@ -117,7 +145,8 @@ class Args:
             ("num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
-            ("gamma gae_lambda", 0, 1),
+            ("gamma gae_lambda exploration_start", 0, 1),
+            ("exploration_fraction", 1e-9, 1),
         ):
             for name in names.split():
                 value, option = getattr(self, name), "--" + name.replace("_", "-")
@@ -164,21 +193,50 @@ def resolve_env_id(env_id: str) -> str:
 
 
 def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
-    """gym.make, plus what the observation space needs: anything but a vector is flattened."""
+    """gym.make, plus what the spaces need.
+
+    Vectors stay, images become 4 stacked grey frames of 84 x 84, other observations are flattened;
+    a bounded Box of actions is rescaled to [-1, 1] and clipped there.
+    """
+    atari = {"frameskip": 1, "repeat_action_probability": 0.0} if env_id.startswith("ALE/") else {}
     try:
-        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
+        if atari:
+            gym.register_envs(importlib.import_module("ale_py"))
+        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **atari)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
-    if not isinstance(env.action_space, gym.spaces.Discrete):
-        kind = type(env.action_space).__name__
-        raise UsageError(f"--env-id {env_id} has {kind} actions, this script needs Discrete ones")
-    if start := int(env.action_space.start):
-        actions = gym.spaces.Discrete(env.action_space.n)
-        env = gym.wrappers.TransformAction(env, lambda action: action + start, actions)
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}") from None
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+    if atari:
+        env = gym.wrappers.AtariPreprocessing(env)  # no-ops, frame skip 4, maximum of two frames
+        env = gym.wrappers.FrameStackObservation(env, 4)
+    elif is_image(space):
+        env = gym.wrappers.GrayscaleObservation(env)
+        env = gym.wrappers.FrameStackObservation(gym.wrappers.ResizeObservation(env, (84, 84)), 4)
+    elif not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
+    if not env.observation_space.shape:
+        raise UsageError(f"--env-id {env_id}: no way to flatten {type(space).__name__} observations")
+    if env.spec and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, 27_000)  # an evaluation has to end
+    space = env.action_space
+    if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete) and len(space.shape) < 2:
+        if np.any(space.start):  # here actions are counted from zero
+            start = space.start
+            single = isinstance(space, gym.spaces.Discrete)
+            shifted = type(space)(space.n if single else space.nvec)
+            env = gym.wrappers.TransformAction(env, lambda action: action + start, shifted)
+    elif isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
+        if np.isfinite([space.low, space.high]).all():
+            low, high = np.float32(-1), np.float32(1)
+            env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
+    else:
+        raise UsageError(f"--env-id {env_id}: no way to choose {type(space).__name__} actions")
     return env
+
+
+def is_image(space: gym.Space) -> bool:
+    """Whether observations are images, which stay uint8 until a network scales them."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
 
 
 def step_environments(make, seeds, arrays, first):
@@ -194,17 +252,20 @@ def step_environments(make, seeds, arrays, first):
             envs.append(make())
             arrays["obs"][index], _ = envs[-1].reset(seed=int(seed))
         last = first + len(envs)
-        totals, lengths = [0.0] * len(envs), [0] * len(envs)
+        totals, lengths, lives = [0.0] * len(envs), [0] * len(envs), [0] * len(envs)
         while True:
             yield
-            actions = arrays["actions"][first:last].tolist()
+            actions = arrays["actions"][first:last]
+            actions = actions.tolist() if actions.ndim == 1 else actions.copy()
             for i, (env, action) in enumerate(zip(envs, actions)):
                 index = first + i
-                obs, reward, terminated, truncated, _ = env.step(action)
+                obs, reward, terminated, truncated, info = env.step(action)
                 totals[i] += float(reward)
                 lengths[i] += 1
+                arrays["final_obs"][index] = obs
+                arrays["life_lost"][index] = info.get("lives", 0) < lives[i]  # Atari only
+                lives[i] = info.get("lives", 0)
                 if terminated or truncated:
-                    arrays["final_obs"][index] = obs
                     arrays["episode_returns"][index] = totals[i]
                     arrays["episode_lengths"][index] = lengths[i]
                     totals[i], lengths[i] = 0.0, 0
@@ -258,13 +319,16 @@ class VectorEnv:
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.reward_threshold = env.spec.reward_threshold if env.spec else None
         num_envs, obs_shape = len(seeds), self.observation_space.shape
+        obs_type = np.uint8 if is_image(self.observation_space) else np.float32
+        action_type = np.float32 if isinstance(self.action_space, gym.spaces.Box) else np.int64
         layout = {
-            "obs": ((num_envs, *obs_shape), np.float32),
-            "final_obs": ((num_envs, *obs_shape), np.float32),
-            "actions": ((num_envs, *self.action_space.shape), np.int64),
+            "obs": ((num_envs, *obs_shape), obs_type),
+            "final_obs": ((num_envs, *obs_shape), obs_type),
+            "actions": ((num_envs, *self.action_space.shape), action_type),
             "rewards": ((num_envs,), np.float32),
             "terminated": ((num_envs,), np.bool_),
             "truncated": ((num_envs,), np.bool_),
+            "life_lost": ((num_envs,), np.bool_),
             "episode_returns": ((num_envs,), np.float64),
             "episode_lengths": ((num_envs,), np.int64),
         }
@@ -290,7 +354,7 @@ class VectorEnv:
         self._wait()  # for the first observations
 
     def step(self, actions):
-        self.actions[:] = actions
+        self.actions[:] = actions.reshape(self.actions.shape)
         for connection in self.connections:
             with contextlib.suppress(OSError):  # a dead worker is reported by _wait
                 connection.send_bytes(b"")
@@ -323,22 +387,11 @@ class VectorEnv:
 # --------------------------------------------------------------------------------------- networks
 
 
-def mlp(inputs: int, hidden_sizes: tuple[int, ...], outputs: int, output_gain: float):
-    """Tanh layers, orthogonal weights; a small output gain makes the first policy near uniform."""
-    layers = []
-    for width in hidden_sizes:
-        layers += [nn.Linear(inputs, width), nn.Tanh()]
-        nn.init.orthogonal_(layers[-2].weight, math.sqrt(2))
-        inputs = width
-    layers.append(nn.Linear(inputs, outputs))
-    nn.init.orthogonal_(layers[-1].weight, output_gain)
-    for layer in layers[::2]:
-        nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
-
-
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples so far (Chan et al. 1979), saved with the agent."""
+    """Mean and variance of all samples so far (Chan et al. 1979), saved with the agent.
+
+    As a layer it normalises with them; they move only in update(), so evaluation leaves them alone.
+    """
 
     def __init__(self, shape=()):
         super().__init__()
@@ -356,15 +409,111 @@ class RunningMeanStd(nn.Module):
         self.var, self.mean = squares / total, self.mean + delta * count / total
         self.count = total
 
+    def forward(self, samples):
+        return ((samples - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10)
+
+
+class ScalePixels(nn.Module):
+    """uint8 images to [0, 1]: the one place, for acting, learning and evaluation alike."""
+
+    def forward(self, images):
+        return images / 255
+
+
+def build_network(obs_shape, hidden_sizes, outputs: int, output_gain: float, first=()) -> nn.Module:
+    """Tanh layers for vectors; for image stacks [C, 84, 84] the network of Mnih et al. 2015.
+
+    Weights are orthogonal; a small output gain makes the first policy close to uniform.
+    """
+    if len(obs_shape) == 3:
+        layers = [ScalePixels()]
+        for channels, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            layers += [nn.LazyConv2d(channels, kernel, stride), nn.ReLU()]
+        layers += [nn.Flatten(), nn.LazyLinear(512), nn.ReLU()]
+    else:
+        layers = list(first)
+        for width in hidden_sizes:
+            layers += [nn.LazyLinear(width), nn.Tanh()]
+    network = nn.Sequential(*layers, nn.LazyLinear(outputs))
+    network(torch.zeros(1, *obs_shape))  # tells the lazy layers how wide their inputs are
+    for layer in network:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.orthogonal_(layer.weight, output_gain if layer is network[-1] else math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+class CategoricalActor(nn.Module):
+    """A policy of one or several discrete actions, [..., heads]: one softmax for each."""
+
+    def __init__(self, network: nn.Module, nvec: tuple[int, ...]):
+        super().__init__()
+        self.network, self.nvec = network, nvec
+        self.uniform_log_prob = -math.log(math.prod(nvec))
+
+    def noise(self, *shape):
+        return torch.empty(*shape, sum(self.nvec)).exponential_()
+
+    def uniform(self, *shape):
+        return torch.stack([torch.randint(n, shape) for n in self.nvec], -1)
+
+    def sample(self, obs, noise=None):
+        """Actions for obs, or the most likely ones without noise."""
+        logits = self.network(obs)
+        noise = torch.ones_like(logits) if noise is None else noise
+        heads = zip(logits.split(self.nvec, -1), noise.split(self.nvec, -1))
+        return torch.stack([sample_categorical(*head) for head in heads], -1)
+
+    def log_prob_and_entropy(self, obs, actions):
+        heads = zip(self.network(obs).split(self.nvec, -1), actions.unbind(-1))
+        log_probs, entropies = zip(*(categorical_log_prob_and_entropy(*head) for head in heads))
+        return sum(log_probs), sum(entropies)
+
+
+class GaussianActor(nn.Module):
+    """A policy of continuous actions [..., D], with deviations that do not depend on the state.
+
+    Samples are stored and scored as drawn; only the environment's wrapper clips them.
+    """
+
+    def __init__(self, network: nn.Module, size: int):
+        super().__init__()
+        self.network, self.log_std = network, nn.Parameter(torch.zeros(size))
+        self.uniform_log_prob = -size * math.log(2)  # over [-1, 1] each
+
+    def noise(self, *shape):
+        return torch.randn(*shape, len(self.log_std))
+
+    def uniform(self, *shape):
+        return torch.rand(*shape, len(self.log_std)) * 2 - 1
+
+    def sample(self, obs, noise=None):
+        """Actions for obs, or the means without noise."""
+        mean = self.network(obs)
+        return mean if noise is None else mean + self.log_std.clamp(-5, 2).exp() * noise
+
+    def log_prob_and_entropy(self, obs, actions):
+        return gaussian_log_prob_and_entropy(self.network(obs), self.log_std.clamp(-5, 2), actions)
+
 
 class Agent(nn.Module):
-    """Actor and critic, separate, and the statistics that the rewards are scaled by."""
+    """Actor and critic, separate, and the statistics that scale observations and rewards."""
 
-    def __init__(self, obs_dim: int, num_actions: int, hidden_sizes: tuple[int, ...]):
+    def __init__(self, observation_space, action_space, hidden_sizes, norm_obs: bool):
         super().__init__()
-        self.actor = mlp(obs_dim, hidden_sizes, num_actions, output_gain=0.01)
-        self.critic = mlp(obs_dim, hidden_sizes, 1, output_gain=1.0)
+        shape, self.action_shape = observation_space.shape, action_space.shape
         self.return_stats = RunningMeanStd()
+        self.obs_stats = RunningMeanStd(shape) if norm_obs and len(shape) == 1 else None
+        first = [self.obs_stats] if norm_obs and len(shape) == 1 else []
+        if isinstance(action_space, gym.spaces.Box):
+            size = action_space.shape[0]
+            self.actor = GaussianActor(build_network(shape, hidden_sizes, size, 0.01, first), size)
+        else:
+            multi = isinstance(action_space, gym.spaces.MultiDiscrete)
+            nvec = tuple(map(int, action_space.nvec)) if multi else (int(action_space.n),)
+            network = build_network(shape, hidden_sizes, sum(nvec), 0.01, first)
+            self.actor = CategoricalActor(network, nvec)
+        self.critic = build_network(shape, hidden_sizes, 1, 1.0, first)
 
     def value(self, obs):
         return self.critic(obs).squeeze(-1)
@@ -373,16 +522,33 @@ class Agent(nn.Module):
 # -------------------------------------------------------------------------------- the mathematics
 
 
-def sample(logits, noise):
-    """Categorical samples by the Gumbel trick from unit exponential noise. [..., A] -> [...]"""
+def sample_categorical(logits, noise):
+    """Samples by the Gumbel trick from unit exponential noise. [..., A] each -> [...]"""
     return (logits - noise.log()).argmax(-1)
 
 
-def log_prob_and_entropy(logits, actions):
+def categorical_log_prob_and_entropy(logits, actions):
     """log pi(action | obs) and the policy's entropy in nats. [..., A], [...] -> [...], [...]"""
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def gaussian_log_prob_and_entropy(mean, log_std, actions):
+    """The same for independent normals, summed over D. [..., D], [D], [..., D] -> [...], [...]"""
+    log_two_pi = math.log(2 * math.pi)
+    scaled = (actions - mean) * (-log_std).exp()
+    log_prob = (-0.5 * (scaled**2 + log_two_pi) - log_std).sum(-1)
+    entropy = (0.5 * (1 + log_two_pi) + log_std).sum(-1)
+    return log_prob, entropy.expand_as(log_prob)
+
+
+def mixture_log_prob(log_prob, uniform_log_prob, exploration):
+    """log-prob of acting uniformly with probability `exploration`, else by the policy. [...]"""
+    if exploration == 0:
+        return log_prob
+    uniform = torch.full_like(log_prob, uniform_log_prob + math.log(exploration))
+    return torch.logaddexp(log_prob + math.log1p(-exploration), uniform)
 
 
 def compute_returns(rewards, done, bootstrap, gamma):
@@ -463,9 +629,9 @@ def normalize(advantages):
 class Rollout(NamedTuple):
     obs: torch.Tensor  # [T + 1, N, ...], the last row is what the policy sees next
     final_obs: torch.Tensor  # [T, N, ...], an episode's last observation where done, else zeros
-    actions: torch.Tensor  # [T, N]
+    actions: torch.Tensor  # [T, N, number of action dimensions]
     rewards: torch.Tensor  # [T, N], raw
-    terminated: torch.Tensor  # [T, N]
+    terminated: torch.Tensor  # [T, N], in Atari the loss of a life as well
     done: torch.Tensor  # [T, N], terminated or truncated: step t ended an episode
 
 
@@ -489,30 +655,36 @@ def check_finite(name: str, values: torch.Tensor):
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: VectorEnv, num_steps: int, device) -> tuple[Rollout, list]:
+def collect(agent: Agent, envs: VectorEnv, num_steps: int, exploration: float, device):
     """num_steps steps of every environment, and (return, length) of the episodes that ended."""
-    num_envs, num_actions, episodes = len(envs.rewards), int(envs.action_space.n), []
+    actor, num_envs, episodes = agent.actor, len(envs.rewards), []
+    noise = actor.noise(num_steps, num_envs).to(device)
+    random_actions = actor.uniform(num_steps, num_envs)
+    explore = torch.rand(num_steps, num_envs, 1) < exploration
+    obs = torch.from_numpy(envs.obs)
     rollout = Rollout(
-        obs=torch.empty(num_steps + 1, *envs.obs.shape),
-        final_obs=torch.zeros(num_steps, *envs.obs.shape),
-        actions=torch.empty(num_steps, num_envs, dtype=torch.int64),
+        obs=torch.empty(num_steps + 1, *obs.shape, dtype=obs.dtype),
+        final_obs=torch.zeros(num_steps, *obs.shape, dtype=obs.dtype),
+        actions=torch.empty_like(random_actions),
         rewards=torch.empty(num_steps, num_envs),
         terminated=torch.empty(num_steps, num_envs, dtype=torch.bool),
         done=torch.empty(num_steps, num_envs, dtype=torch.bool),
     )
-    noise = torch.empty(num_steps, num_envs, num_actions, device=device).exponential_()
-    obs, rewards, terminated = map(torch.from_numpy, (envs.obs, envs.rewards, envs.terminated))
     for t in range(num_steps):
         rollout.obs[t] = obs
-        rollout.actions[t] = actions = sample(agent.actor(obs.to(device)), noise[t])
-        envs.step(actions.cpu().numpy())
-        rollout.rewards[t] = rewards
-        rollout.terminated[t] = terminated
-        done = envs.terminated | envs.truncated
+        actions = actor.sample(obs.to(device), noise[t]).cpu()
+        if exploration > 0:
+            actions = torch.where(explore[t], random_actions[t], actions)
+        rollout.actions[t] = actions
+        envs.step(actions.numpy())
+        ended, terminated = envs.terminated | envs.truncated, envs.terminated | envs.life_lost
+        done = ended | terminated
+        rollout.rewards[t] = torch.from_numpy(envs.rewards)
+        rollout.terminated[t] = torch.from_numpy(terminated)
         rollout.done[t] = torch.from_numpy(done)
         if done.any():
             rollout.final_obs[t, done] = torch.from_numpy(envs.final_obs[done])
-            episodes += zip(envs.episode_returns[done], envs.episode_lengths[done])
+            episodes += zip(envs.episode_returns[ended], envs.episode_lengths[ended])
     rollout.obs[num_steps] = obs
     check_finite("observation", rollout.obs)
     check_finite("observation", rollout.final_obs)
@@ -521,9 +693,9 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, device) -> tuple[Roll
 
 
 @torch.no_grad()
-def prepare_batch(agent: Agent, rollout: Rollout, rewards, args: Args) -> Batch:
+def prepare_batch(agent: Agent, rollout: Rollout, rewards, exploration, args: Args) -> Batch:
     """Log-probs, values, advantages and critic targets of a whole rollout, flattened to [T * N]."""
-    values = agent.value(rollout.obs)
+    values = agent.value(rollout.obs.flatten(0, 1)).unflatten(0, rollout.obs.shape[:2])
     next_values = values[1:].clone()
     next_values[rollout.done] = agent.value(rollout.final_obs[rollout.done])
     values = values[:-1]
@@ -535,37 +707,45 @@ def prepare_batch(agent: Agent, rollout: Rollout, rewards, args: Args) -> Batch:
     else:
         bootstrap = next_values * ~rollout.terminated
         targets = compute_returns(rewards, rollout.done, bootstrap, args.gamma)
-    log_probs, _ = log_prob_and_entropy(agent.actor(rollout.obs[:-1]), rollout.actions)
-    fields = rollout.obs[:-1], rollout.actions, log_probs, advantages, values, targets
-    return Batch(*(field.flatten(0, 1) for field in fields))
+    obs, actions = rollout.obs[:-1].flatten(0, 1), rollout.actions.flatten(0, 1)
+    log_probs, _ = agent.actor.log_prob_and_entropy(obs, actions)
+    log_probs = mixture_log_prob(log_probs, agent.actor.uniform_log_prob, exploration)
+    return Batch(obs, actions, log_probs, advantages.flatten(), values.flatten(), targets.flatten())
+
+
+def minibatch_losses(agent: Agent, minibatch: Batch, args: Args):
+    """What one gradient step minimises, and [5] its parts: policy, value, entropy, KL, clipfrac."""
+    advantages = normalize(minibatch.advantages) if args.norm_adv else minibatch.advantages
+    log_probs, entropy = agent.actor.log_prob_and_entropy(minibatch.obs, minibatch.actions)
+    policy_loss, approx_kl, clipfrac = ppo_policy_loss(
+        log_probs, minibatch.log_probs, advantages, args.clip_coef
+    )
+    critic_loss = value_loss(
+        agent.value(minibatch.obs), minibatch.values, minibatch.targets,
+        args.clip_coef if args.clip_value else None,
+    )
+    # The networks share no weights, so that one sum serves both
+    loss = policy_loss - args.ent_coef * entropy.mean() + critic_loss
+    return loss, torch.stack([policy_loss, critic_loss, entropy.mean(), approx_kl, clipfrac])
 
 
 def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     """Epochs of minibatch gradient steps on one rollout; returns means over all minibatches."""
+    losses = torch.compile(minibatch_losses) if args.compile else minibatch_losses
     rows = []
-    clip_value = args.clip_coef if args.clip_value else None
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs), device=batch.obs.device)
         # Sizes differ by at most one: a stub of a minibatch would make one wild step
         shuffled = (field[order].tensor_split(args.num_minibatches) for field in batch)
         for minibatch in map(Batch._make, zip(*shuffled)):
-            advantages = normalize(minibatch.advantages) if args.norm_adv else minibatch.advantages
-            log_probs, entropy = log_prob_and_entropy(agent.actor(minibatch.obs), minibatch.actions)
-            policy_loss, approx_kl, clipfrac = ppo_policy_loss(
-                log_probs, minibatch.log_probs, advantages, args.clip_coef
-            )
-            critic_loss = value_loss(
-                agent.value(minibatch.obs), minibatch.values, minibatch.targets, clip_value
-            )
             optimizer.zero_grad()
-            # The networks share no weights, so one backward pass serves both losses
-            (policy_loss - args.ent_coef * entropy.mean() + critic_loss).backward()
-            norms = (
+            loss, parts = losses(agent, minibatch, args)
+            loss.backward()
+            norms = [
                 nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
                 for network in (agent.actor, agent.critic)
-            )
-            row = policy_loss, critic_loss, entropy.mean(), approx_kl, clipfrac, *norms
-            rows.append(torch.stack(row).detach())
+            ]
+            rows.append(torch.cat([parts.detach(), torch.stack(norms)]))
             optimizer.step()
         epoch_kl = torch.stack(rows[-args.num_minibatches :])[:, 3].mean()
         if args.target_kl is not None and epoch_kl > args.target_kl:
@@ -578,8 +758,9 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise TrainingError(f"non-finite {name}; the last checkpoint is untouched")
-    unexplained, spread = (batch.targets - batch.values).var(), batch.targets.var()
-    explained_variance = 1 - unexplained / spread  # NaN or -inf where there is nothing to explain
+    unexplained = (batch.targets - batch.values).var(correction=0)
+    spread = batch.targets.var(correction=0)  # zero: NaN, there is nothing to explain
+    explained_variance = 1 - unexplained / spread
     return {**metrics, "losses/explained_variance": explained_variance.item()}
 
 
@@ -591,6 +772,7 @@ def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, n
 
     Equal numbers matter: the first num_episodes to end would be the short ones.
     """
+    torch.manual_seed(args.seed)  # sampled actions repeat too
     num_envs = max(n for n in range(1, args.num_envs + 1) if num_episodes % n == 0)
     quota, episodes = num_episodes // num_envs, [[] for _ in range(num_envs)]
     with contextlib.closing(start_envs(args, [args.seed, EVALUATION], num_envs)) as envs:
@@ -604,18 +786,20 @@ def evaluate(agent: Agent, args: Args, num_episodes: int) -> tuple[np.ndarray, n
 
 def act(agent: Agent, obs: np.ndarray, deterministic: bool) -> np.ndarray:
     """Actions for observations [N, ...]: the most likely ones, or samples."""
+    device = next(agent.parameters()).device
+    obs = torch.as_tensor(obs, device=device)
+    obs = obs if obs.dtype == torch.uint8 else obs.float()
     with torch.no_grad():
-        device = next(agent.parameters()).device
-        logits = agent.actor(torch.as_tensor(obs, dtype=torch.float32, device=device))
-        noise = torch.ones_like(logits)  # equal noise leaves the most likely action in front
-        return sample(logits, noise if deterministic else noise.exponential_()).cpu().numpy()
+        noise = None if deterministic else agent.actor.noise(len(obs)).to(device)
+        actions = agent.actor.sample(obs, noise).cpu().numpy()
+    return actions.reshape(-1, *agent.action_shape)
 
 
 def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
-    env = make_env(args.env_id, render_mode="rgb_array")
-    record_gif(env, args.seed, lambda obs: act(agent, obs[None], args.deterministic)[0], gif)
+    act_alone = lambda obs: act(agent, np.asarray(obs)[None], args.deterministic)[0]  # noqa: E731
+    record_gif(args.env_id, args.seed, act_alone, gif)
     print(
         f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
         f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
@@ -636,22 +820,26 @@ def evaluate_checkpoint(args: Args):
     print(f"GIF: {gif}")
 
 
-def record_gif(env: gym.Env, seed: int, act, path: Path):
+def record_gif(env_id: str, seed: int, act, path: Path):
     """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    fps = env.metadata.get("render_fps", 30)
-    skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
-    (obs, _), done, frames = env.reset(seed=seed), False, []
-    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
-        for _ in range(skip):
-            obs, _, terminated, truncated, _ = env.step(act(obs))
-            done = done or terminated or truncated
-            if done:
-                break
-        frame = Image.fromarray(env.render())
-        frame.thumbnail((400, 400))
-        frames.append(frame.quantize(64))
-    env.close()
+    frames, done = [], False
+    try:
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) < 2000:
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
     image = io.BytesIO()
     frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
                    duration=1000 * skip / fps, loop=0)
@@ -767,10 +955,12 @@ class Run:
         plot_learning_curve(self.folder)
         if self.wandb:
             logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
-            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            if (self.folder / "episode.gif").exists():
+                logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
             self.wandb.log(logged, step=progress["global_step"])
             self.wandb.summary.update(summary)
-            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "-", self.folder.name)
+            model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
         print(f"model, GIF, curve and numbers: {self.folder}")
@@ -786,9 +976,10 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        self.metrics.close()
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses once more
+            self.metrics.close()
 
 
 def check_wandb(mode: str, project: str):
@@ -887,15 +1078,17 @@ def stop_signals():
 TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
 
 
-def choose_device(name: str) -> torch.device:
-    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+def choose_device(name: str, pixels: bool) -> torch.device:
+    """auto is the CPU for vectors, where small networks are faster, and a GPU for pixels."""
+    if name == "auto":
+        name = "cuda" if pixels and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device("cpu" if name == "auto" else name)
+        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    if device.type == "cpu" and not pixels:
+        torch.set_num_threads(1)  # more threads make small networks slower, not faster
     return device
 
 
@@ -908,8 +1101,8 @@ def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
 def build_agent(args: Args) -> Agent:
     env = make_env(args.env_id)
     env.close()
-    agent = Agent(env.observation_space.shape[0], int(env.action_space.n), args.hidden_sizes)
-    return agent.to(choose_device(args.device))
+    agent = Agent(env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs)
+    return agent.to(choose_device(args.device, is_image(env.observation_space)))
 
 
 def restore(agent: Agent, checkpoint: dict, path: str):
@@ -944,6 +1137,9 @@ def train(args: Args) -> dict:
         restore(agent, resumed, args.resume)
         optimizer.load_state_dict(resumed["optimizer"])
         torch.set_rng_state(resumed["rng"])
+    if args.compile:  # in place, so that checkpoints keep plain names
+        agent.actor.network.compile()
+        agent.critic.compile()
     discounted = torch.zeros(args.num_envs, device=device)
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
@@ -954,24 +1150,30 @@ def train(args: Args) -> dict:
     ):
         for iteration in range(global_step // args.batch_size, args.num_iterations):
             # anneal: the last update still has a rate above zero
-            factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
+            remaining = 1 - global_step / planned_steps
+            factor = remaining if args.anneal_lr else 1.0
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * factor
 
+            explored = (1 - remaining) / args.exploration_fraction
+            exploration = args.exploration_start * max(0.0, 1 - explored)
+
             # collect
-            rollout, episodes = collect(agent, envs, args.num_steps, device)
+            rollout, episodes = collect(agent, envs, args.num_steps, exploration, device)
             global_step += args.batch_size
 
             # advantages
-            rewards = rollout.rewards
+            rewards = rollout.rewards.sign() if args.clip_reward else rollout.rewards
             if args.norm_reward:
                 sums, discounted = discounted_sums(rewards, rollout.done, discounted, args.gamma)
                 agent.return_stats.update(sums)
-                rewards = rewards / (agent.return_stats.var + 1e-8).sqrt()
-            batch = prepare_batch(agent, rollout, rewards, args)
+                rewards = (rewards / (agent.return_stats.var + 1e-8).sqrt()).clamp(-10, 10)
+            batch = prepare_batch(agent, rollout, rewards, exploration, args)
 
-            # update
+            # update; the observations' statistics follow it, so that the ratio begins at one
             metrics = update(agent, optimizer, batch, args)
+            if agent.obs_stats is not None:
+                agent.obs_stats.update(rollout.obs[:-1])
 
             # log
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
@@ -984,7 +1186,7 @@ def train(args: Args) -> dict:
                     "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
                     "rng": torch.get_rng_state(),
                 }, final)
-            if stopped:
+            if stopped and final:  # a signal between the two waits for the next save
                 print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
                 raise SystemExit(128 + stopped[0])
 
@@ -999,8 +1201,10 @@ def train(args: Args) -> dict:
 
 def preset_name(env_id: str) -> str | None:
     """The row of PRESETS that serves this environment, if there is one."""
-    name = re.sub(r".*[:/]|-v\d+$", "", env_id)
-    return name if name in PRESETS else None
+    if env_id.startswith("ALE/"):
+        return "Atari"
+    name = re.sub(r"^.*:|-v\d+$", "", env_id)
+    return "MuJoCo" if name in MUJOCO else name if name in PRESETS else None
 
 
 def parse_args(argv=None) -> Args:
