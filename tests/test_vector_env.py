@@ -229,7 +229,7 @@ def test_a_killed_worker_is_noticed_at_once(victim, start_method):
         start = time.monotonic()
         with pytest.raises(TrainingError, match=r"worker died \(exit code -9\)"):
             envs.step([0, 0])
-    assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 2
     assert ended(workers, 0)
 
 
