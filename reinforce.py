@@ -61,10 +61,12 @@ SCRIPT = "reinforce"
 
 # What trains well where; anything given on the command line wins over it.
 PRESETS = {
-    "Acrobot": {"total_timesteps": 400_000, "num_envs": 16, "learning_rate": 3e-3},
+    "Acrobot": {
+        "total_timesteps": 400_000, "num_envs": 16, "learning_rate": 3e-3, "hidden_sizes": (64, 64),
+    },
     "LunarLander": {
         "total_timesteps": 1_000_000, "num_envs": 16, "num_steps": 1000, "learning_rate": 5e-3,
-        "gamma": 0.99,
+        "gamma": 0.99, "hidden_sizes": (64, 64),
     },
 }
 
@@ -88,7 +90,7 @@ class Args:
     num_envs: int = 64  # parallel environments
     num_steps: int = 500  # steps of each environment per iteration: at best the longest episode
     updates_per_rollout: int = 4  # gradient steps on each window
-    learning_rate: float = 1e-2  # learning rate
+    learning_rate: float = 2e-2  # learning rate
     anneal_lr: bool = True  # the learning rate falls linearly towards zero
     gamma: float = 1.0  # discount per step
     baseline: bool = True  # subtract the mean return of all environments at the same step
@@ -97,7 +99,7 @@ class Args:
     clip_coef: float | None = 1.0  # importance weights stay in 1 -+ this; None: as they are
     ent_coef: float = 0.0  # weight of the entropy bonus
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
-    hidden_sizes: tuple[int, ...] = (64, 64)  # hidden layers of the policy
+    hidden_sizes: tuple[int, ...] = (32, 32)  # hidden layers of the policy
 
     @property
     def batch_size(self) -> int:
@@ -191,7 +193,7 @@ def make_vector_env(env_id: str, num_envs: int) -> SyncVectorEnv:
 class PolicyNetwork(nn.Module):
     """Logits of the actions: obs [..., *obs_shape] -> [..., num_actions]."""
 
-    def __init__(self, obs_shape, num_actions, hidden_sizes=(64, 64)):
+    def __init__(self, obs_shape, num_actions, hidden_sizes=(32, 32)):
         super().__init__()
         self.num_obs_dims = len(obs_shape)
         sizes = [math.prod(obs_shape), *hidden_sizes]

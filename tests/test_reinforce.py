@@ -471,6 +471,24 @@ def test_an_update_makes_rewarded_actions_likelier():
     assert gained[tau.actions != 2].mean() < -0.1
 
 
+def test_normalized_returns_make_the_scale_of_rewards_irrelevant():
+    tau = random_tau(N=8, T=16)
+    losses = [
+        one_update(tau._replace(rewards=tau.rewards * scale), normalize_returns=normalize)[2]
+        for scale, normalize in [(1, True), (1000, True), (1, False), (1000, False)]
+    ]
+    small, large, raw_small, raw_large = (loss["losses/policy_loss"] for loss in losses)
+    assert abs(large / small - 1) < 1e-3
+    assert abs(raw_large / raw_small - 1000) < 1
+
+
+def test_gradients_are_clipped_to_the_norm_asked_for():
+    tau = random_tau(N=8, T=16)
+    policy, *_ = one_update(tau, max_grad_norm=1e-3, normalize_returns=False)
+    norm = torch.stack([parameter.grad.norm() for parameter in policy.parameters()]).norm()
+    assert abs(norm - 1e-3) < 1e-6
+
+
 def test_weights_are_one_in_the_first_update_and_not_after_it():
     tau = random_tau(N=8, T=16)
     policy, tau, first, _ = one_update(tau)
