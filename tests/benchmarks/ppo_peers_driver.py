@@ -171,8 +171,8 @@ def train_puffer_matched(env_id: str, seed: int, progress: Progress, num_workers
     defaults make one pass with two gradient steps over 4096 steps, where ppo.py makes 48."""
     options = dict(
         bptt_horizon=128, minibatch_size=512, update_epochs=6, optimizer="adam",
-        learning_rate=1.5e-3, adam_beta1=0.9, adam_eps=1e-5, gamma=0.995, gae_lambda=0.97, ent_coef=0.005, vf_coef=0.5,
-        max_grad_norm=0.5,
+        learning_rate=1.5e-3, adam_beta1=0.9, adam_eps=1e-5, gamma=0.995, gae_lambda=0.97,
+        ent_coef=0.005, vf_coef=0.5, max_grad_norm=0.5,
     )  # fmt: skip
     return train_puffer(env_id, seed, progress, num_workers, options)
 
