@@ -482,6 +482,23 @@ def test_normalized_returns_make_the_scale_of_rewards_irrelevant():
     assert abs(raw_large / raw_small - 1000) < 1
 
 
+@pytest.mark.parametrize("clip_coef", [None, 0.1])
+def test_an_update_weighs_old_data_and_logs_what_the_equations_say(clip_coef):
+    tau = random_tau(N=8, T=16)  # its logprobs are those of no policy that we have
+    policy = PolicyNetwork((2,), 3, (8,))
+    with torch.no_grad():
+        logprobs = compute_logprobs(tau, policy)
+    ratio = (logprobs - tau.logprobs).exp()
+    weights = ratio if clip_coef is None else ratio.clamp(0.9, 1.1)
+    returns = compute_returns(tau.rewards, tau.dones, 0.9)
+    expected = -(weights * logprobs * (returns - returns.mean(0))).mean()
+    args = Args(gamma=0.9, normalize_returns=False, updates_per_rollout=1, clip_coef=clip_coef)
+    metrics = update(policy, torch.optim.Adam(policy.parameters()), tau, args)
+    assert metrics["losses/policy_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    approx_kl = (ratio - 1 - ratio.log()).mean()
+    assert metrics["losses/approx_kl"] == pytest.approx(approx_kl.item(), rel=1e-5)
+
+
 def test_gradients_are_clipped_to_the_norm_asked_for():
     tau = random_tau(N=8, T=16)
     policy, *_ = one_update(tau, max_grad_norm=1e-3, normalize_returns=False)
