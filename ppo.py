@@ -215,7 +215,7 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     elif not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if not env.observation_space.shape:
-        raise UsageError(f"--env-id {env_id}: no way to flatten {type(space).__name__} observations")
+        raise UsageError(f"--env-id {env_id}: {type(space).__name__} observations have no size")
     if env.spec and env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, 27_000)  # an evaluation has to end
     space = env.action_space
@@ -354,7 +354,7 @@ class VectorEnv:
         self._wait()  # for the first observations
 
     def step(self, actions):
-        self.actions[:] = actions.reshape(self.actions.shape)
+        self.actions[:] = np.reshape(actions, self.actions.shape)
         for connection in self.connections:
             with contextlib.suppress(OSError):  # a dead worker is reported by _wait
                 connection.send_bytes(b"")
