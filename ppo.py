@@ -351,7 +351,11 @@ class VectorEnv:
             self.workers.append(context.Process(target=env_worker, args=task, daemon=True))
             self.workers[-1].start()
             theirs.close()
-        self._wait()  # for the first observations
+        try:
+            self._wait()  # for the first observations
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, actions):
         self.actions[:] = np.reshape(actions, self.actions.shape)
@@ -764,6 +768,130 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     return {**metrics, "losses/explained_variance": explained_variance.item()}
 
 
+# ---------------------------------------------------------------------------------------- training
+
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
+
+def choose_device(name: str, pixels: bool) -> torch.device:
+    """auto is the CPU for vectors, where small networks are faster, and a GPU for pixels."""
+    if name == "auto":
+        name = "cuda" if pixels and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
+    if device.type == "cpu" and not pixels:
+        torch.set_num_threads(1)  # more threads make small networks slower, not faster
+    return device
+
+
+def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
+    workers = os.cpu_count() if args.num_workers is None else args.num_workers
+    seeds = np.random.SeedSequence(seed_words).generate_state(num_envs)
+    return VectorEnv(functools.partial(make_env, args.env_id), seeds, min(workers, num_envs))
+
+
+def build_agent(args: Args) -> Agent:
+    env = make_env(args.env_id)
+    env.close()
+    agent = Agent(env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs)
+    return agent.to(choose_device(args.device, is_image(env.observation_space)))
+
+
+def restore(agent: Agent, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
+
+
+def train(args: Args) -> dict:
+    """Trains, saves and evaluates as args say; returns what summary.json holds."""
+    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
+    resumed = load_checkpoint(args.resume) if args.resume else None
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
+    planned_steps = args.num_iterations * args.batch_size
+    rates = args.actor_lr, args.critic_lr
+    if args.learning_rate is not None:
+        rates = args.learning_rate, args.learning_rate
+
+    torch.manual_seed(args.seed)
+    agent = build_agent(args)
+    device = next(agent.parameters()).device
+    optimizer = torch.optim.Adam(
+        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}],
+        eps=1e-5, fused=True,
+    )
+    if resumed:
+        restore(agent, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
+    if args.compile:  # in place, so that checkpoints keep plain names
+        agent.actor.network.compile()
+        agent.critic.compile()
+    discounted = torch.zeros(args.num_envs, device=device)
+    # A resumed run starts new episodes, and must not replay the ones that the run began with
+    seed_words = [args.seed, TRAINING, global_step]
+    with (
+        contextlib.closing(start_envs(args, seed_words, args.num_envs)) as envs,
+        Run(args, planned_steps, envs.reward_threshold, resumed) as run,
+    ):
+        with stop_signals() as stopped:
+            for iteration in range(global_step // args.batch_size, args.num_iterations):
+                # anneal: the last update still has a rate above zero
+                remaining = 1 - global_step / planned_steps
+                factor = remaining if args.anneal_lr else 1.0
+                for group, rate in zip(optimizer.param_groups, rates):
+                    group["lr"] = rate * factor
+
+                explored = (1 - remaining) / args.exploration_fraction
+                exploration = args.exploration_start * max(0.0, 1 - explored)
+
+                # collect
+                rollout, episodes = collect(agent, envs, args.num_steps, exploration, device)
+                global_step += args.batch_size
+
+                # advantages
+                rewards = rollout.rewards.sign() if args.clip_reward else rollout.rewards
+                if args.norm_reward:
+                    done = rollout.done
+                    sums, discounted = discounted_sums(rewards, done, discounted, args.gamma)
+                    agent.return_stats.update(sums)
+                    rewards = (rewards / (agent.return_stats.var + 1e-8).sqrt()).clamp(-10, 10)
+                batch = prepare_batch(agent, rollout, rewards, exploration, args)
+
+                # update; the observations' statistics follow it, so that the ratio begins at one
+                metrics = update(agent, optimizer, batch, args)
+                if agent.obs_stats is not None:
+                    agent.obs_stats.update(rollout.obs[:-1])
+
+                # log
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                run.log(global_step, episodes, metrics)
+
+                # save
+                final = bool(stopped) or iteration == args.num_iterations - 1
+                if final or iteration % args.save_every == 0:
+                    run.save({
+                        "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(),
+                    }, final)
+                if stopped and final:  # a signal between the two waits for the next save
+                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+                    raise SystemExit(128 + stopped[0])
+
+        # evaluate
+        run.bar.close()
+        agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
+        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+
+
 # -------------------------------------------------------------------------------------- evaluation
 
 
@@ -820,33 +948,9 @@ def evaluate_checkpoint(args: Args):
     print(f"GIF: {gif}")
 
 
-def record_gif(env_id: str, seed: int, act, path: Path):
-    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    frames, done = [], False
-    try:
-        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
-            fps = env.metadata.get("render_fps", 30)
-            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
-            obs, _ = env.reset(seed=seed)
-            while not done and len(frames) < 2000:
-                frame = Image.fromarray(env.render())
-                frame.thumbnail((400, 400))
-                frames.append(frame.quantize(64))
-                for _ in range(skip):
-                    if not done:
-                        obs, _, terminated, truncated, _ = env.step(act(obs))
-                        done = terminated or truncated
-    except Exception as error:  # what cannot be drawn must not cost the run its other results
-        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
-        return
-    image = io.BytesIO()
-    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
-                   duration=1000 * skip / fps, loop=0)
-    write_whole(path, image.getvalue())
-
-
-# ---------------------------------------------------------------------------- the run and its files
+# ---------------------------------------------------------------------------------------- plumbing
+# From here on nothing is about PPO: files, W&B, signals and the command line, much the same in all
+# three scripts.
 
 
 class Run:
@@ -1073,130 +1177,30 @@ def stop_signals():
             signal.signal(signum, handler)
 
 
-# ---------------------------------------------------------------------------------------- training
-
-TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
-
-
-def choose_device(name: str, pixels: bool) -> torch.device:
-    """auto is the CPU for vectors, where small networks are faster, and a GPU for pixels."""
-    if name == "auto":
-        name = "cuda" if pixels and torch.cuda.is_available() else "cpu"
+def record_gif(env_id: str, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
+    frames, done = [], False
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu" and not pixels:
-        torch.set_num_threads(1)  # more threads make small networks slower, not faster
-    return device
-
-
-def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
-    workers = os.cpu_count() if args.num_workers is None else args.num_workers
-    seeds = np.random.SeedSequence(seed_words).generate_state(num_envs)
-    return VectorEnv(functools.partial(make_env, args.env_id), seeds, min(workers, num_envs))
-
-
-def build_agent(args: Args) -> Agent:
-    env = make_env(args.env_id)
-    env.close()
-    agent = Agent(env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs)
-    return agent.to(choose_device(args.device, is_image(env.observation_space)))
-
-
-def restore(agent: Agent, checkpoint: dict, path: str):
-    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UsageError(f"{path} does not fit the options given: {reason}") from None
-
-
-def train(args: Args) -> dict:
-    """Trains, saves and evaluates as args say; returns what summary.json holds."""
-    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
-    resumed = load_checkpoint(args.resume) if args.resume else None
-    global_step = resumed["progress"]["global_step"] if resumed else 0
-    if global_step >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
-    planned_steps = args.num_iterations * args.batch_size
-    rates = args.actor_lr, args.critic_lr
-    if args.learning_rate is not None:
-        rates = args.learning_rate, args.learning_rate
-
-    torch.manual_seed(args.seed)
-    agent = build_agent(args)
-    device = next(agent.parameters()).device
-    optimizer = torch.optim.Adam(
-        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}],
-        eps=1e-5, fused=True,
-    )
-    if resumed:
-        restore(agent, resumed, args.resume)
-        optimizer.load_state_dict(resumed["optimizer"])
-        torch.set_rng_state(resumed["rng"])
-    if args.compile:  # in place, so that checkpoints keep plain names
-        agent.actor.network.compile()
-        agent.critic.compile()
-    discounted = torch.zeros(args.num_envs, device=device)
-    # A resumed run starts new episodes, and must not replay the ones that the run began with
-    seed_words = [args.seed, TRAINING, global_step]
-    with (
-        stop_signals() as stopped,
-        contextlib.closing(start_envs(args, seed_words, args.num_envs)) as envs,
-        Run(args, planned_steps, envs.reward_threshold, resumed) as run,
-    ):
-        for iteration in range(global_step // args.batch_size, args.num_iterations):
-            # anneal: the last update still has a rate above zero
-            remaining = 1 - global_step / planned_steps
-            factor = remaining if args.anneal_lr else 1.0
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * factor
-
-            explored = (1 - remaining) / args.exploration_fraction
-            exploration = args.exploration_start * max(0.0, 1 - explored)
-
-            # collect
-            rollout, episodes = collect(agent, envs, args.num_steps, exploration, device)
-            global_step += args.batch_size
-
-            # advantages
-            rewards = rollout.rewards.sign() if args.clip_reward else rollout.rewards
-            if args.norm_reward:
-                sums, discounted = discounted_sums(rewards, rollout.done, discounted, args.gamma)
-                agent.return_stats.update(sums)
-                rewards = (rewards / (agent.return_stats.var + 1e-8).sqrt()).clamp(-10, 10)
-            batch = prepare_batch(agent, rollout, rewards, exploration, args)
-
-            # update; the observations' statistics follow it, so that the ratio begins at one
-            metrics = update(agent, optimizer, batch, args)
-            if agent.obs_stats is not None:
-                agent.obs_stats.update(rollout.obs[:-1])
-
-            # log
-            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(global_step, episodes, metrics)
-
-            # save
-            final = bool(stopped) or iteration == args.num_iterations - 1
-            if final or iteration % args.save_every == 0:
-                run.save({
-                    "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
-                    "rng": torch.get_rng_state(),
-                }, final)
-            if stopped and final:  # a signal between the two waits for the next save
-                print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
-                raise SystemExit(128 + stopped[0])
-
-        # evaluate
-        run.bar.close()
-        agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        summary = run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
-        if stopped:
-            raise SystemExit(128 + stopped[0])
-        return summary
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) < 2000:
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
 
 
 def preset_name(env_id: str) -> str | None:
@@ -1226,6 +1230,7 @@ def parse_args(argv=None) -> Args:
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all is closed
     try:
         args = parse_args()
         if args.evaluate:
@@ -1238,6 +1243,8 @@ def main():
     except (TrainingError, OSError) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
