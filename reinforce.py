@@ -395,8 +395,8 @@ def act(agent: nn.Module, obs: np.ndarray, deterministic: bool) -> np.ndarray:
 def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
-    env = make_env(args.env_id, render_mode="rgb_array")
-    record_gif(env, args.seed, lambda obs: act(agent, obs[None], args.deterministic)[0], gif)
+    act_alone = lambda obs: act(agent, np.asarray(obs)[None], args.deterministic)[0]  # noqa: E731
+    record_gif(args.env_id, args.seed, act_alone, gif)
     print(
         f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
         f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
@@ -417,22 +417,26 @@ def evaluate_checkpoint(args: Args):
     print(f"GIF: {gif}")
 
 
-def record_gif(env: gym.Env, seed: int, act, path: Path):
+def record_gif(env_id: str, seed: int, act, path: Path):
     """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    fps = env.metadata.get("render_fps", 30)
-    skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
-    (obs, _), done, frames = env.reset(seed=seed), False, []
-    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
-        for _ in range(skip):
-            obs, _, terminated, truncated, _ = env.step(act(obs))
-            done = done or terminated or truncated
-            if done:
-                break
-        frame = Image.fromarray(env.render())
-        frame.thumbnail((400, 400))
-        frames.append(frame.quantize(64))
-    env.close()
+    frames, done = [], False
+    try:
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) < 2000:
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
     image = io.BytesIO()
     frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
                    duration=1000 * skip / fps, loop=0)
@@ -548,10 +552,12 @@ class Run:
         plot_learning_curve(self.folder)
         if self.wandb:
             logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
-            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            if (self.folder / "episode.gif").exists():
+                logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
             self.wandb.log(logged, step=progress["global_step"])
             self.wandb.summary.update(summary)
-            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "-", self.folder.name)
+            model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
         print(f"model, GIF, curve and numbers: {self.folder}")
@@ -567,9 +573,10 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        self.metrics.close()
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses once more
+            self.metrics.close()
 
 
 def check_wandb(mode: str, project: str):
@@ -668,7 +675,7 @@ def stop_signals():
 TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
 
 
-def choose_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
     try:
         device = torch.device("cpu" if name == "auto" else name)
@@ -687,7 +694,7 @@ def make_seeds(words: list[int], num_envs: int) -> list[int]:
 
 def build_agent(args: Args) -> PolicyNetwork:
     """A new policy for the environment, on the device asked for."""
-    device = choose_device(args.device)  # first: initial weights depend on the number of threads
+    device = pick_device(args.device)  # first: initial weights depend on the number of threads
     env = make_env(args.env_id)
     env.close()
     num_actions = int(env.action_space.n)
@@ -748,7 +755,7 @@ def train(args: Args) -> dict:
                     "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
                     "rng": torch.get_rng_state(),
                 }, final)
-            if stopped:
+            if stopped and final:  # a signal between the two waits for the next save
                 print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
                 raise SystemExit(128 + stopped[0])
 
