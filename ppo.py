@@ -42,6 +42,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -926,7 +927,10 @@ def act(agent: Agent, obs: np.ndarray, deterministic: bool) -> np.ndarray:
 def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
-    act_alone = lambda obs: act(agent, np.asarray(obs)[None], args.deterministic)[0]  # noqa: E731
+
+    def act_alone(obs):
+        return act(agent, np.asarray(obs)[None], args.deterministic)[0]
+
     record_gif(args.env_id, args.seed, act_alone, gif)
     print(
         f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
@@ -961,7 +965,8 @@ class Run:
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
         check_wandb(args.wandb_mode, args.wandb_project)
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs may start in the same second
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{now}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
@@ -990,7 +995,8 @@ class Run:
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
+        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
