@@ -87,8 +87,8 @@ SIZES = {  # 1m and up are the official ones
 }
 # What trains well where; anything given on the command line wins over it.
 PRESETS = {
-    "CartPole": {"total_timesteps": 8_000},
-    "Pendulum": {"total_timesteps": 20_000},
+    "CartPole": {"total_timesteps": 6_000},
+    "Pendulum": {"total_timesteps": 8_000},
     "LunarLander": {
         "total_timesteps": 60_000, "size": "small", "num_envs": 4, "batch_length": 32,
         "train_ratio": 102.4, "imag_last": 16,
@@ -301,7 +301,7 @@ def twohot_mean(logits, bins):
     """Sum of p_i b_i by mirrored pairs, so that equal ones cancel. [..., num_bins] -> [...]"""
     half = len(bins) // 2
     probs = F.softmax(logits, -1)
-    return ((probs[..., half + 1 :] - probs[..., :half].flip(-1)) * bins[half + 1 :]).sum(-1)
+    return (probs[..., half + 1 :] - probs[..., :half].flip(-1)) @ bins[half + 1 :]
 
 
 def unimix(logits, amount=0.01):
@@ -389,9 +389,8 @@ def critic_loss(logits, returns, slow_values, weights, bins):
     slow_t is the value that a slowly following copy of the critic predicts: it only steadies the
     critic, returns and baseline come from the critic itself.
     """
-    targets = torch.stack([returns, slow_values]).detach()
-    losses = twohot_loss(logits.expand(2, *logits.shape), targets, bins).sum(0)
-    return (weights.detach() * losses).mean()
+    losses = [twohot_loss(logits, target.detach(), bins) for target in (returns, slow_values)]
+    return (weights.detach() * sum(losses)).mean()
 
 
 def replay_critic_loss(
