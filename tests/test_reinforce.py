@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import reinforce
 from reinforce import (
     Args,
     PolicyNetwork,
@@ -681,6 +682,20 @@ def test_a_seed_repeats_a_run_bit_for_bit(tmp_path):
     first, again, other = weights(1), weights(1), weights(2)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_no_two_windows_or_runs_share_an_environment_seed(monkeypatch, tmp_path):
+    seen = []
+
+    def noting(envs, policy, num_steps, seeds):
+        seen.extend(seeds)
+        return gen_rollout(envs, policy, num_steps, seeds)
+
+    monkeypatch.setattr(reinforce, "gen_rollout", noting)
+    options = {**SMALL, "total_timesteps": 1024, "eval_episodes": 1, "runs_dir": str(tmp_path)}
+    for seed in (1, 2):
+        train(Args(env_id="tests.probes:ObsAction-v0", seed=seed, **options))
+    assert len(seen) == len(set(seen)) == 2 * 4 * 16
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
