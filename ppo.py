@@ -175,12 +175,14 @@ class TrainingError(Exception):
 def resolve_env_id(env_id: str) -> str:
     """The id that will really run: a retired version is moved to the newest registered one."""
     module, _, name = env_id.rpartition(":")
+    module = "ale_py" if name.startswith("ALE/") else module
     try:
         if module:
-            importlib.import_module(module)
+            importlib.import_module(module)  # registers its environments
         namespace, base, version = gym.envs.registration.parse_env_id(name)
     except (ImportError, gym.error.Error) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
+        hint = " (pip install -r requirements.txt)" if module == "ale_py" else ""
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}{hint}") from None
     newest = gym.envs.registration.find_highest_version(namespace, base)
     if name in gym.registry:
         return env_id
@@ -199,12 +201,15 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     Vectors stay, images become 4 stacked grey frames of 84 x 84, other observations are flattened;
     a bounded Box of actions is rescaled to [-1, 1] and clipped there.
     """
-    atari = {"frameskip": 1, "repeat_action_probability": 0.0} if env_id.startswith("ALE/") else {}
+    atari = env_id.startswith("ALE/")
+    options = {"frameskip": 1, "repeat_action_probability": 0.0} if atari else {}
+    if render_mode:  # some environments take no such argument
+        options["render_mode"] = render_mode
     try:
         if atari:
-            gym.register_envs(importlib.import_module("ale_py"))
-        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **atari)
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+            importlib.import_module("ale_py")
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise UsageError(f"--env-id {env_id}: {first_line(error)}") from None
     space = env.observation_space
     if atari:
@@ -454,13 +459,15 @@ class CategoricalActor(nn.Module):
     def __init__(self, network: nn.Module, nvec: tuple[int, ...]):
         super().__init__()
         self.network, self.nvec = network, nvec
-        self.uniform_log_prob = -math.log(math.prod(nvec))
 
     def noise(self, *shape):
         return torch.empty(*shape, sum(self.nvec)).exponential_()
 
     def uniform(self, *shape):
         return torch.stack([torch.randint(n, shape) for n in self.nvec], -1)
+
+    def uniform_log_prob(self, actions):
+        return torch.full(actions.shape[:-1], -math.log(math.prod(self.nvec)), device=actions.device)
 
     def sample(self, obs, noise=None):
         """Actions for obs, or the most likely ones without noise."""
@@ -484,13 +491,16 @@ class GaussianActor(nn.Module):
     def __init__(self, network: nn.Module, size: int):
         super().__init__()
         self.network, self.log_std = network, nn.Parameter(torch.zeros(size))
-        self.uniform_log_prob = -size * math.log(2)  # over [-1, 1] each
 
     def noise(self, *shape):
         return torch.randn(*shape, len(self.log_std))
 
     def uniform(self, *shape):
         return torch.rand(*shape, len(self.log_std)) * 2 - 1
+
+    def uniform_log_prob(self, actions):
+        inside = (actions.abs() <= 1).all(-1)
+        return torch.where(inside, -len(self.log_std) * math.log(2), -math.inf)
 
     def sample(self, obs, noise=None):
         """Actions for obs, or the means without noise."""
@@ -548,12 +558,10 @@ def gaussian_log_prob_and_entropy(mean, log_std, actions):
     return log_prob, entropy.expand_as(log_prob)
 
 
-def mixture_log_prob(log_prob, uniform_log_prob, exploration):
+def mixture_log_prob(log_prob, uniform_log_prob, exploration: float):
     """log-prob of acting uniformly with probability `exploration`, else by the policy. [...]"""
-    if exploration == 0:
-        return log_prob
-    uniform = torch.full_like(log_prob, uniform_log_prob + math.log(exploration))
-    return torch.logaddexp(log_prob + math.log1p(-exploration), uniform)
+    policy_weight, uniform_weight = torch.tensor([1 - exploration, exploration]).log()
+    return torch.logaddexp(log_prob + policy_weight, uniform_log_prob + uniform_weight)
 
 
 def compute_returns(rewards, done, bootstrap, gamma):
@@ -714,7 +722,7 @@ def prepare_batch(agent: Agent, rollout: Rollout, rewards, exploration, args: Ar
         targets = compute_returns(rewards, rollout.done, bootstrap, args.gamma)
     obs, actions = rollout.obs[:-1].flatten(0, 1), rollout.actions.flatten(0, 1)
     log_probs, _ = agent.actor.log_prob_and_entropy(obs, actions)
-    log_probs = mixture_log_prob(log_probs, agent.actor.uniform_log_prob, exploration)
+    log_probs = mixture_log_prob(log_probs, agent.actor.uniform_log_prob(actions), exploration)
     return Batch(obs, actions, log_probs, advantages.flatten(), values.flatten(), targets.flatten())
 
 
@@ -1158,7 +1166,7 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
         raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+    if not isinstance(state, dict) or state.get("script") != SCRIPT or "agent" not in state:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
 
@@ -1231,8 +1239,12 @@ def parse_args(argv=None) -> Args:
     else:
         defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
         source = f"preset {preset}" if preset else "no preset"
-    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
-    return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
+    try:
+        defaults = Args(**defaults)
+    except TypeError as error:  # an option that this version does not know
+        raise UsageError(f"{source}: {first_line(error)}") from None
+    description = f"{__doc__.splitlines()[0]} Defaults: {defaults.env_id}, {source}."
+    return tyro.cli(Args, args=argv, default=defaults, description=description)
 
 
 def main():
@@ -1246,7 +1258,7 @@ def main():
     except UsageError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except (TrainingError, OSError) as error:
+    except (TrainingError, OSError, wandb.errors.Error) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
