@@ -925,7 +925,7 @@ def test_a_value_that_is_not_finite_stops_the_rollout_by_name(probe, name):
 
 
 class Odd(gym.Env):
-    """Any spaces; the observation is a sample, the reward the action."""
+    """Any spaces; the observation is a sample, the reward the sum of the action."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
@@ -939,7 +939,7 @@ class Odd(gym.Env):
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        return self.observation_space.sample(), float(action), False, False, {}
+        return self.observation_space.sample(), float(np.sum(action)), False, False, {}
 
     def render(self):
         return np.zeros((8, 8, 3), np.uint8)
@@ -972,10 +972,86 @@ def test_observations_that_are_no_vector_are_flattened(monkeypatch, space, size,
 
 
 def test_actions_that_start_elsewhere_are_shifted(monkeypatch):
-    env = odd(monkeypatch, Box(-1, 1, (1,), np.float32), Discrete(3, start=-1))
+    env = odd(monkeypatch, box(1), Discrete(3, start=-1))
     env.reset(seed=0)
     assert [env.step(action)[1] for action in range(3)] == [-1, 0, 1]
-    assert env.action_space.n == 3
+    assert env.action_space.n == 3 and env.action_space.start == 0
+    env = odd(monkeypatch, box(1), MultiDiscrete([2, 3], start=[5, -1]))
+    env.reset(seed=0)
+    assert [env.step(np.array(action))[1] for action in ([0, 0], [1, 0], [1, 2])] == [4, 5, 7]
+
+
+def test_continuous_actions_are_rescaled_and_clipped(monkeypatch):
+    env = odd(monkeypatch, box(1), Box(np.float32([0, -2]), np.float32([10, 2])))
+    env.reset(seed=0)
+    actions = ([-1, -1], [1, 1], [0, 0], [0.5, 0], [3, -7])
+    assert [env.step(np.float32(action))[1] for action in actions] == [-2, 12, 5, 7.5, 8]
+    env = odd(monkeypatch, box(1), box(2))
+    env.reset(seed=0)
+    assert env.step(np.float32([30, -7]))[1] == 23, "without bounds there is nothing to clip to"
+
+
+def test_continuous_actions_are_stored_and_scored_as_drawn(monkeypatch):
+    """The policy's mean of 3 is beyond the bound, which only the environment is shown."""
+    odd(monkeypatch, box(1), Box(-1, 1, (2,), np.float32))
+    torch.manual_seed(0)
+    agent = fixed_agent([3.0, 3.0], Box(-1, 1, (2,), np.float32))
+    with torch.no_grad():
+        agent.actor.log_std.fill_(-2.0)
+    args = tiny_args(env_id="Odd-v0", num_workers=1, num_steps=50)
+    with contextlib.closing(start_envs(args, [1], 2)) as envs:
+        rollout, _ = collect(agent, envs, 50, 0.0, "cpu")
+    assert (rollout.rewards == 2).all()
+    close(rollout.actions.mean((0, 1)), [3.0, 3.0], rtol=0.03)
+    batch = prepare_batch(agent, rollout, rollout.rewards, 0.0, args)
+    normal = torch.distributions.Normal(3.0, math.exp(-2))
+    close(batch.log_probs, normal.log_prob(batch.actions).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [Discrete(3, start=2), MultiDiscrete([2, 3]), Box(0, 5, (2,), np.float32), box(1)],
+)
+def test_every_kind_of_actions_trains(monkeypatch, tmp_path, space):
+    odd(monkeypatch, box(2), space)
+    _, state, rows = run(tmp_path, env_id="Odd-v0", num_workers=2)
+    assert all(value.isfinite().all() for value in state["agent"].values())
+    assert rows[-1]["losses/actor_grad_norm"] > 0
+
+
+def test_images_train_and_stay_bytes_in_storage(monkeypatch, tmp_path):
+    odd(monkeypatch, Box(0, 255, (64, 64, 3), np.uint8), Discrete(2))
+    args = tiny_args(env_id="Odd-v0", num_workers=0)
+    with contextlib.closing(start_envs(args, [1], 2)) as envs:
+        assert envs.obs.shape == (2, 4, 84, 84)
+        assert envs.obs.dtype == envs.final_obs.dtype == np.uint8
+        assert ppo.collect(ppo.build_agent(args), envs, 2, 0.0, "cpu")[0].obs.dtype == torch.uint8
+    options = {"total_timesteps": 8, "num_envs": 2, "num_steps": 4, "update_epochs": 1}
+    run(tmp_path, env_id="Odd-v0", eval_episodes=1, **options)
+
+
+class Lives(tests.probes.Count):
+    """Nine steps, every third one costs one of three lives."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"lives": 3 - self.t // 3}
+
+
+gym.register("Lives-v0", Lives, kwargs={"length": 9})
+
+
+def test_the_loss_of_a_life_ends_credit_but_not_the_episode():
+    args = tiny_args(env_id="Lives-v0", num_workers=0, gamma=1.0, gae_lambda=1.0)
+    agent = counting_agent()
+    with contextlib.closing(start_envs(args, [1], 1)) as envs:
+        rollout, episodes = collect(agent, envs, 12, 0.0, "cpu")
+    assert rollout.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3]
+    assert rollout.terminated[:, 0].tolist() == [False, False, True] * 4
+    assert rollout.done[:, 0].tolist() == [False, False, True] * 4
+    assert episodes == [(9.0, 9)]
+    batch = prepare_batch(agent, rollout, rollout.rewards, 0.0, args)
+    assert batch.targets.tolist() == [3, 2, 1] * 4
 
 
 @pytest.mark.parametrize("space", [MultiBinary(3), Dict({"a": Discrete(2)})])
@@ -1117,6 +1193,52 @@ class CountScaled(tests.probes.Count):
 
 gym.register("CountScaled-v0", CountScaled)
 gym.register("CountScaled1000-v0", CountScaled, kwargs={"scale": 1000.0})
+
+
+def test_scaled_rewards_are_bounded(tmp_path):
+    """A constant reward has no spread to divide by; V = 0 and a target of 10 cost 50."""
+    options = {"learning_rate": 0.0, "gae_lambda": 0.0}
+    _, _, rows = run(tmp_path, env_id="tests.probes:ConstantValue-v0", **options)
+    assert all(30 < row["losses/value_loss"] < 70 for row in rows)
+
+
+def test_clipped_rewards_are_signs_and_reported_raw(tmp_path):
+    options = {"clip_reward": True, "norm_reward": False, "total_timesteps": 64}
+    _, one, _ = run(tmp_path / "1", env_id="CountScaled-v0", **options)
+    summary, other, _ = run(tmp_path / "2", env_id="CountScaled1000-v0", **options)
+    assert same(one["agent"], other["agent"])
+    assert summary["eval_return_mean"] == 6000 and summary["return_mean_100"] == 6000
+
+
+def test_observation_statistics_move_after_the_update_and_count_every_step(tmp_path):
+    """Without a learning rate the policy must be the same one before and after: KL 0."""
+    options = {"env_id": "CartPole-v1", "norm_obs": True}
+    _, state, rows = run(tmp_path / "still", learning_rate=0.0, **options)
+    assert state["agent"]["obs_stats.count"] == pytest.approx(128, abs=0.01)
+    assert all(abs(row["losses/approx_kl"]) < 1e-7 for row in rows)
+    _, moved, _ = run(tmp_path / "moving", **options)
+    assert same(state["agent"]["obs_stats.count"], moved["agent"]["obs_stats.count"])
+
+
+def test_exploring_takes_uniform_actions_and_scores_them_as_a_mixture():
+    torch.manual_seed(0)
+    agent, args = fixed_agent([1.0, 0.0, 0.0]), tiny_args(env_id="tests.probes:Count-v0")
+    with contextlib.closing(start_envs(replace(args, num_workers=0), [1], 4)) as envs:
+        rollout, _ = collect(agent, envs, 2000, 0.5, "cpu")
+    probs = 0.5 * torch.tensor([1.0, 0.0, 0.0]).softmax(-1) + 0.5 / 3
+    shares = rollout.actions.flatten().bincount() / 8000
+    assert (shares - probs).abs().max() < 0.025
+    batch = prepare_batch(agent, rollout, rollout.rewards, 0.5, args)
+    close(batch.log_probs, probs.log()[batch.actions[:, 0]], rtol=1e-4)
+
+
+def test_exploring_falls_linearly_to_nothing(monkeypatch, tmp_path):
+    """A policy that stays N(0, 1) differs from what was played by as much as was explored."""
+    odd(monkeypatch, box(1), Box(-1, 1, (1,), np.float32))
+    options = {"learning_rate": 0.0, "exploration_start": 0.8, "exploration_fraction": 0.5}
+    _, _, rows = run(tmp_path, env_id="Odd-v0", num_steps=200, total_timesteps=3200, **options)
+    kls = [row["losses/approx_kl"] for row in rows]
+    assert kls[0] > 2 * kls[1] > 0.001 and max(map(abs, kls[2:])) < 1e-7
 
 
 class Interrupting(tests.probes.BestAction):
