@@ -43,6 +43,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -143,12 +144,14 @@ class TrainingError(Exception):
 def resolve_env_id(env_id: str) -> str:
     """The id that will really run: a retired version is moved to the newest registered one."""
     module, _, name = env_id.rpartition(":")
+    module = "ale_py" if name.startswith("ALE/") else module
     try:
         if module:
-            importlib.import_module(module)
+            importlib.import_module(module)  # registers its environments
         namespace, base, version = gym.envs.registration.parse_env_id(name)
     except (ImportError, gym.error.Error) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
+        hint = " (pip install -r requirements.txt)" if module == "ale_py" else ""
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}{hint}") from None
     newest = gym.envs.registration.find_highest_version(namespace, base)
     if name in gym.registry:
         return env_id
@@ -370,6 +373,7 @@ def evaluate(agent: nn.Module, args: Args, num_episodes: int) -> tuple[np.ndarra
 
     Equal numbers matter: the first num_episodes to end would be the short ones.
     """
+    torch.manual_seed(args.seed)  # sampled actions repeat too
     num_envs = max(n for n in range(1, args.num_envs + 1) if num_episodes % n == 0)
     quota, episodes = num_episodes // num_envs, [[] for _ in range(num_envs)]
     with contextlib.closing(make_vector_env(args.env_id, num_envs)) as envs:
@@ -395,7 +399,10 @@ def act(agent: nn.Module, obs: np.ndarray, deterministic: bool) -> np.ndarray:
 def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
-    act_alone = lambda obs: act(agent, np.asarray(obs)[None], args.deterministic)[0]  # noqa: E731
+
+    def act_alone(obs):
+        return act(agent, np.asarray(obs)[None], args.deterministic)[0]
+
     record_gif(args.env_id, args.seed, act_alone, gif)
     print(
         f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
@@ -454,7 +461,8 @@ class Run:
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
         check_wandb(args.wandb_mode, args.wandb_project)
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs may start in the same second
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{now}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
@@ -483,7 +491,8 @@ class Run:
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
+        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
@@ -645,7 +654,7 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
         raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+    if not isinstance(state, dict) or state.get("script") != SCRIPT or "agent" not in state:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
 
@@ -727,45 +736,42 @@ def train(args: Args) -> dict:
         optimizer.load_state_dict(resumed["optimizer"])
         torch.set_rng_state(resumed["rng"])
     with (
-        stop_signals() as stopped,
         contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
         Run(args, planned_steps, envs.envs[0].spec.reward_threshold, resumed) as run,
     ):
-        for iteration in range(global_step // args.batch_size, args.num_iterations):
-            # anneal: the last update still has a rate above zero
-            factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+        with stop_signals() as stopped:
+            for iteration in range(global_step // args.batch_size, args.num_iterations):
+                # anneal: the last update still has a rate above zero
+                factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
+                optimizer.param_groups[0]["lr"] = args.learning_rate * factor
 
-            # collect: the seeds depend on the step alone, so a resumed run equals an unbroken one
-            seeds = make_seeds([args.seed, TRAINING, global_step], args.num_envs)
-            tau, episodes = gen_rollout(envs, policy, args.num_steps, seeds)
-            global_step += args.batch_size
+                # collect: with seeds from the step alone a resumed run equals an unbroken one
+                seeds = make_seeds([args.seed, TRAINING, global_step], args.num_envs)
+                tau, episodes = gen_rollout(envs, policy, args.num_steps, seeds)
+                global_step += args.batch_size
 
-            # update
-            metrics = update(policy, optimizer, tau, args)
+                # update
+                metrics = update(policy, optimizer, tau, args)
 
-            # log
-            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(global_step, episodes, metrics)
+                # log
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                run.log(global_step, episodes, metrics)
 
-            # save
-            final = bool(stopped) or iteration == args.num_iterations - 1
-            if final or iteration % args.save_every == 0:
-                run.save({
-                    "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
-                    "rng": torch.get_rng_state(),
-                }, final)
-            if stopped and final:  # a signal between the two waits for the next save
-                print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
-                raise SystemExit(128 + stopped[0])
+                # save
+                final = bool(stopped) or iteration == args.num_iterations - 1
+                if final or iteration % args.save_every == 0:
+                    run.save({
+                        "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(),
+                    }, final)
+                if stopped and final:  # a signal between the two waits for the next save
+                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+                    raise SystemExit(128 + stopped[0])
 
         # evaluate
         run.bar.close()
         policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        summary = run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
-        if stopped:
-            raise SystemExit(128 + stopped[0])
-        return summary
+        return run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:
@@ -788,11 +794,16 @@ def parse_args(argv=None) -> Args:
     else:
         defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
         source = f"preset {preset}" if preset else "no preset"
-    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
-    return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
+    try:
+        defaults = Args(**defaults)
+    except TypeError as error:  # an option that this version does not know
+        raise UsageError(f"{source}: {first_line(error)}") from None
+    description = f"{__doc__.splitlines()[0]} Defaults: {defaults.env_id}, {source}."
+    return tyro.cli(Args, args=argv, default=defaults, description=description)
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all is closed
     try:
         args = parse_args()
         if args.evaluate:
@@ -802,9 +813,11 @@ def main():
     except UsageError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except (TrainingError, OSError) as error:
+    except (TrainingError, OSError, wandb.errors.Error) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
