@@ -97,7 +97,7 @@ def measure_collecting(args) -> list[tuple[str, bool]]:
         for _ in range(args.repeats * 5):
             random_rate = steps_per_second(random_steps, samples)
             rate = steps_per_second(
-                lambda: ppo.collect(agent, envs, options.num_steps, device), samples
+                lambda: ppo.collect(agent, envs, options.num_steps, 0.0, device), samples
             )
             rates.append((rate, random_rate))
             ratios.append(rate / random_rate)
@@ -109,9 +109,9 @@ def measure_collecting(args) -> list[tuple[str, bool]]:
 
     collect, seconds = ppo.collect, []
 
-    def timed_collect(*arguments):
+    def timed_collect(*arguments, **named):
         start = time.perf_counter()
-        result = collect(*arguments)
+        result = collect(*arguments, **named)
         seconds.append(time.perf_counter() - start)
         return result
 
