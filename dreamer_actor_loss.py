@@ -57,6 +57,7 @@ import threading
 import traceback
 from collections import deque
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -205,12 +206,14 @@ class TrainingError(Exception):
 def resolve_env_id(env_id: str) -> str:
     """The id that will really run: a retired version is moved to the newest registered one."""
     module, _, name = env_id.rpartition(":")
+    module = "ale_py" if name.startswith("ALE/") else module
     try:
         if module:
-            importlib.import_module(module)
+            importlib.import_module(module)  # registers its environments
         namespace, base, version = gym.envs.registration.parse_env_id(name)
     except (ImportError, gym.error.Error) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
+        hint = " (pip install -r requirements.txt)" if module == "ale_py" else ""
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}{hint}") from None
     newest = gym.envs.registration.find_highest_version(namespace, base)
     if name in gym.registry:
         return env_id
@@ -228,12 +231,16 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     try:
         env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}") from None
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box):
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) == 0:
         env = gym.wrappers.FlattenObservation(env)
-    elif len(space.shape) != 1:
-        raise UsageError(f"{env_id} has observations of shape {space.shape}, need a vector")
+    if len(env.observation_space.shape or ()) != 1:
+        kind = f"{type(space).__name__} observations of shape {space.shape}"
+        raise UsageError(f"--env-id {env_id}: {kind}, need a vector")
+    if env.spec and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, 27_000)  # an evaluation has to end
+    ActionSpec(env.action_space)  # refuses what it cannot choose
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
@@ -241,6 +248,11 @@ def make_vector_env(env_id: str, num_envs: int) -> SyncVectorEnv:
     """num_envs copies; the observation after an episode's end is the next episode's first one."""
     makers = [lambda: make_env(env_id)] * num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def make_seeds(words: list[int], num_envs: int) -> list[int]:
+    """One seed per environment; other words give other seeds."""
+    return np.random.SeedSequence(words).generate_state(num_envs).tolist()
 
 
 class ActionSpec:
@@ -253,7 +265,7 @@ class ActionSpec:
         elif isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1:
             self.nvec, self.start = tuple(int(n) for n in space.nvec), space.start
         elif not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
-            raise UsageError(f"action space {space} is not supported")
+            raise UsageError(f"no way to choose {type(space).__name__} actions")
         self.dim = sum(self.nvec) if self.nvec else int(np.prod(space.shape))
 
     def to_env(self, action):
@@ -862,8 +874,7 @@ class Actor:
 
     def __init__(self, envs, spec, agent, seed_words):
         self.envs, self.spec, self.agent = envs, spec, agent
-        seeds = np.random.SeedSequence(seed_words).generate_state(envs.num_envs).tolist()
-        self.obs, _ = envs.reset(seed=seeds)
+        self.obs, _ = envs.reset(seed=make_seeds(seed_words, envs.num_envs))
         self.rewards, self.is_first = np.zeros(envs.num_envs), np.ones(envs.num_envs)
         self.state = agent.initial(envs.num_envs)
         self.everyone, self.num_steps = np.arange(envs.num_envs), 0
@@ -910,6 +921,7 @@ class Actor:
 
 def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
+    torch.manual_seed(args.seed)  # sampled latents repeat too
     episodes = {}
     with contextlib.closing(make_vector_env(args.env_id, num_episodes)) as envs:
         actor = Actor(envs, ActionSpec(envs.single_action_space), agent, [args.seed, EVALUATION])
@@ -917,27 +929,29 @@ def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray,
             ended = actor.step(deterministic=args.deterministic)
             for index, episode in zip(np.flatnonzero(actor.is_first), ended):
                 episodes.setdefault(index, episode)
-    return tuple(np.array([episodes[index] for index in range(num_episodes)]).T)
+    returns, lengths = np.array([episodes[index] for index in range(num_episodes)]).T
+    return returns, lengths
 
 
 def evaluate_and_record(agent: Dreamer, args: Args, gif: Path) -> dict:
     """Evaluates on fresh seeds, writes the GIF, prints what came out."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
-    env, memory = make_env(args.env_id, render_mode="rgb_array"), [agent.initial(1), np.ones(1)]
-    spec = ActionSpec(env.action_space)
+    env = make_env(args.env_id)
+    env.close()
+    spec, memory = ActionSpec(env.action_space), [agent.initial(1), np.ones(1)]
 
-    def act(obs):
-        action, memory[0] = agent.act(obs[None], *memory, args.deterministic)
+    def act_alone(obs):
+        action, memory[0] = agent.act(np.asarray(obs)[None], *memory, args.deterministic)
         memory[1] = np.zeros(1)
         return spec.to_env(action)[0]
 
-    record_gif(env, args.seed, act, gif)
+    record_gif(args.env_id, args.seed, act_alone, gif)
     print(
         f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
         f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
     )
     return {
-        "eval_return_mean": returns.mean(), "eval_return_std": returns.std(),
+        "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
         "eval_episodes": len(returns),
     }
 
@@ -952,22 +966,26 @@ def evaluate_checkpoint(args: Args):
     print(f"GIF: {gif}")
 
 
-def record_gif(env: gym.Env, seed: int, act, path: Path):
+def record_gif(env_id: str, seed: int, act, path: Path):
     """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    fps = env.metadata.get("render_fps", 30)
-    skip = max(1, round(fps / 25))  # 25 frames a second are smooth, and half the file of 50
-    (obs, _), done, frames = env.reset(seed=seed), False, []
-    while not done and len(frames) < 2000:  # an environment without a time limit has to end too
-        for _ in range(skip):
-            obs, _, terminated, truncated, _ = env.step(act(obs))
-            done = done or terminated or truncated
-            if done:
-                break
-        frame = Image.fromarray(env.render())
-        frame.thumbnail((400, 400))
-        frames.append(frame.quantize(64))
-    env.close()
+    frames, done = [], False
+    try:
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) < 2000:
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
     image = io.BytesIO()
     frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
                    duration=1000 * skip / fps, loop=0)
@@ -985,7 +1003,8 @@ class Run:
 
     def __init__(self, args, planned_steps: int, reward_threshold, resumed: dict | None):
         check_wandb(args.wandb_mode, args.wandb_project)
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs may start in the same second
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{now}"
         folder = Path(args.runs_dir) / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         self.folder = Path(args.resume).resolve().parent if resumed else folder
         self.folder.mkdir(parents=True, exist_ok=bool(resumed))
@@ -1014,7 +1033,8 @@ class Run:
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        print(f"{args.env_id}, seed {args.seed}, files in {self.folder}", file=sys.stderr)
+        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
+        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
@@ -1083,10 +1103,12 @@ class Run:
         plot_learning_curve(self.folder)
         if self.wandb:
             logged = {f"eval/{key.removeprefix('eval_')}": evaluation[key] for key in evaluation}
-            logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
+            if (self.folder / "episode.gif").exists():
+                logged["eval/episode"] = wandb.Video(str(self.folder / "episode.gif"))
             self.wandb.log(logged, step=progress["global_step"])
             self.wandb.summary.update(summary)
-            model = wandb.Artifact(self.folder.name, type="model", metadata=summary)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "-", self.folder.name)
+            model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
         print(f"model, GIF, curve and numbers: {self.folder}")
@@ -1102,9 +1124,10 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        self.metrics.close()
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses once more
+            self.metrics.close()
 
 
 def check_wandb(mode: str, project: str):
@@ -1173,7 +1196,7 @@ def load_checkpoint(path: str | Path) -> dict:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
         raise UsageError(f"{path}: not a checkpoint ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("script") != SCRIPT:
+    if not isinstance(state, dict) or state.get("script") != SCRIPT or "agent" not in state:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
 
@@ -1203,7 +1226,7 @@ def stop_signals():
 TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
 
 
-def choose_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     """The device; on the CPU one thread, since more make small networks slower, not faster."""
     try:
         device = torch.device("cpu" if name == "auto" else name)
@@ -1216,14 +1239,15 @@ def choose_device(name: str) -> torch.device:
 
 
 def build_agent(args: Args) -> Dreamer:
+    """A new agent for the environment, on the device asked for."""
+    device = pick_device(args.device)  # first: initial weights depend on the number of threads
     env = make_env(args.env_id)
     env.close()
     spec = ActionSpec(env.action_space)
-    agent = Dreamer(env.observation_space.shape[0], spec.dim, spec.nvec, args)
-    return agent.to(choose_device(args.device))
+    return Dreamer(env.observation_space.shape[0], spec.dim, spec.nvec, args).to(device)
 
 
-def restore(agent: Dreamer, checkpoint: dict, path: str):
+def restore(agent: nn.Module, checkpoint: dict, path: str):
     """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
     try:
         agent.load_state_dict(checkpoint["agent"])
@@ -1238,7 +1262,7 @@ def train(args: Args) -> dict:
     resumed = load_checkpoint(args.resume) if args.resume else None
     global_step = resumed["progress"]["global_step"] if resumed else 0
     if global_step >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has {global_step} steps already; raise --total-timesteps")
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
     torch.manual_seed(args.seed)
     agent = build_agent(args)
     optimizer = LaProp([p for p in agent.parameters() if p.requires_grad], args.learning_rate)
@@ -1252,7 +1276,6 @@ def train(args: Args) -> dict:
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
     with (
-        stop_signals() as stopped,
         contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
         Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
     ):
@@ -1266,51 +1289,50 @@ def train(args: Args) -> dict:
             + ", which starts empty again" * bool(resumed), file=sys.stderr,
         )
         rows, episodes, owed = [], [], 0.0
-        while global_step < args.total_timesteps:
-            # act
-            episodes += actor.step(replay)
-            global_step += args.num_envs
+        with stop_signals() as stopped:
+            while global_step < args.total_timesteps:
+                # act
+                episodes += actor.step(replay)
+                before, global_step = global_step, global_step + args.num_envs
 
-            # update
-            log = global_step // args.log_every > (global_step - args.num_envs) // args.log_every
-            if global_step > learning_starts and replay.num_windows(args.batch_length).sum():
-                owed += args.num_envs * args.updates_per_step
-            for _ in range(int(owed)):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(args, num_updates, global_step)
-                rows.append(train_step(agent, optimizer, replay, args, measure=not rows))
-                num_updates += 1
-            owed %= 1
+                # update
+                if global_step > learning_starts and replay.num_windows(args.batch_length).any():
+                    owed += args.num_envs * args.updates_per_step
+                for _ in range(int(owed)):
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate(args, num_updates, global_step)
+                    rows.append(train_step(agent, optimizer, replay, args, measure=not rows))
+                    num_updates += 1
+                owed %= 1
 
-            # log
-            final = bool(stopped) or global_step >= args.total_timesteps
-            if not (log or final):
-                continue
-            metrics = {
-                key: torch.stack([row[key] for row in rows if key in row]).mean()
-                for key in (rows[0] if rows else ())
-            }
-            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(global_step, episodes, metrics)
-            rows, episodes = [], []
+                # log
+                final = global_step >= args.total_timesteps
+                iteration = global_step // args.log_every
+                if iteration == before // args.log_every and not (final or stopped):
+                    continue
+                metrics = {
+                    key: torch.stack([row[key] for row in rows if key in row]).mean()
+                    for key in (rows[0] if rows else ())
+                }
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                run.log(global_step, episodes, metrics)
+                rows, episodes = [], []
 
-            # save
-            if final or global_step // args.log_every % args.save_every == 0:
-                run.save({
-                    "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
-                    "rng": torch.get_rng_state(), "num_updates": num_updates,
-                }, final)
-            if stopped:
-                print(f"stopped; continue with --resume {run.folder / 'last.pt'}", file=sys.stderr)
-                raise SystemExit(128 + stopped[0])
+                # save
+                final = final or bool(stopped)
+                if final or iteration % args.save_every == 0:
+                    run.save({
+                        "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(), "num_updates": num_updates,
+                    }, final)
+                if stopped and final:  # a signal between the two waits for the next save
+                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+                    raise SystemExit(128 + stopped[0])
 
         # evaluate
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        summary = run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
-        if stopped:
-            raise SystemExit(128 + stopped[0])
-        return summary
+        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:
@@ -1333,11 +1355,16 @@ def parse_args(argv=None) -> Args:
     else:
         defaults = {"env_id": known.env_id, **PRESETS.get(preset, {})}
         source = f"preset {preset}" if preset else "no preset"
-    description = f"{__doc__.splitlines()[0]} Defaults: {known.env_id}, {source}."
-    return tyro.cli(Args, args=argv, default=Args(**defaults), description=description)
+    try:
+        defaults = Args(**defaults)
+    except TypeError as error:  # an option that this version does not know
+        raise UsageError(f"{source}: {first_line(error)}") from None
+    description = f"{__doc__.splitlines()[0]} Defaults: {defaults.env_id}, {source}."
+    return tyro.cli(Args, args=argv, default=defaults, description=description)
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that all is closed
     try:
         args = parse_args()
         if args.evaluate:
@@ -1347,9 +1374,11 @@ def main():
     except UsageError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except (TrainingError, OSError) as error:
+    except (TrainingError, OSError, wandb.errors.Error) as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def main():
     print(f"plain / ours, median of {given.rounds} pairs: {ratio:.2f}")
     print(
         f"floor: {flops / 1e9:.1f} GFLOP of matrix products at {speed / 1e9:.0f} GFLOP/s = "
-        f"{1e3 * flops / speed:.0f} ms; ours is {min(seconds['ours']) * speed / flops:.1f} times that"
+        f"{1e3 * flops / speed:.0f} ms, ours is {min(seconds['ours']) * speed / flops:.1f} times it"
     )
 
 
