@@ -221,7 +221,7 @@ def test_files_that_are_no_checkpoints(script, option, tmp_path, monkeypatch, ca
     torch.save({"script": script, "bomb": Bomb()}, tmp_path / "bomb.pt")
     (tmp_path / "text.pt").write_text("not a model\n" * 100)
     (tmp_path / "empty.pt").write_bytes(b"")
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"script": script}))
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"script": script}, protocol=2))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "foreign.pt").read_bytes()[:-50])
     for name in ("foreign", "tensor", "bomb", "text", "empty", "pickle", "cut"):
         path = f"{name}.pt"
