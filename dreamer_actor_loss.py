@@ -88,7 +88,7 @@ SIZES = {  # 1m and up are the official ones
 }
 # What trains well where; anything given on the command line wins over it.
 PRESETS = {
-    "CartPole": {"total_timesteps": 6_000},
+    "CartPole": {"total_timesteps": 10_000},
     "Pendulum": {"total_timesteps": 8_000},
     "LunarLander": {
         "total_timesteps": 60_000, "size": "small", "num_envs": 4, "batch_length": 32,
