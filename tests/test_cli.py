@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import struct
 import zlib
 from pathlib import Path
@@ -35,6 +36,26 @@ class Odd(gym.Env):
         return self.observation_space.sample(), {}
 
 
+class Plain(Odd):
+    """An own environment as people write it: nothing about rendering, no time limit."""
+
+    action_space = Discrete(2)
+
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return self.observation_space.sample(), 1.0, self.steps % 7 == 0, False, {}
+
+
+class Unavailable(Odd):
+    def __init__(self, render_mode=None):
+        raise ImportError("it needs a package: pip install nosuchpackage")
+
+
+gym.register("Plain-v0", Plain)
+gym.register("Unavailable-v0", Unavailable)
 gym.register("TextActions-v0", Odd)
 sequences = {"observation_space": Sequence(Discrete(3)), "action_space": Discrete(2)}
 gym.register("SequenceObs-v0", Odd, kwargs=sequences)
@@ -141,9 +162,10 @@ def refused(script, arguments, cwd, monkeypatch, capfd):
     monkeypatch.setenv("HOME", str(cwd / "nobody"))
     monkeypatch.chdir(cwd)
     monkeypatch.setattr("sys.argv", [f"{script}.py", *arguments])
-    before = tree(cwd)
+    before, handler = tree(cwd), signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(script).main()
+    signal.signal(signal.SIGTERM, handler)
     captured = capfd.readouterr()
     assert stop.value.code == 2, captured.err
     assert captured.out == ""
@@ -162,6 +184,7 @@ def refused(script, arguments, cwd, monkeypatch, capfd):
         ("--env-id nosuchmodule:X-v0", "nosuchmodule:X-v0"),
         ("--env-id in:valid:id-v0", "--env-id in:valid:id-v0"),
         ("--env-id ?!", "--env-id ?!"),
+        ("--env-id Unavailable-v0", "Unavailable-v0 pip install nosuchpackage"),
         ("--env-id TextActions-v0", "Text action"),
         ("--env-id SequenceObs-v0", "Sequence observation"),
         ("--total-timesteps 0", "--total-timesteps 1"),
@@ -387,6 +410,16 @@ def test_a_retired_environment_is_replaced_and_said_once(script, tmp_path):
     assert "wandb" not in {path.name for path in folder.iterdir()}  # disabled: none of its files
     again = run(script, ["--evaluate", str(folder / "best.pt")], tmp_path)
     assert "LunarLander-v2" not in again.err
+
+
+@every_script
+def test_an_environment_that_cannot_be_drawn_costs_only_the_gif(script, tmp_path):
+    arguments = tiny(script, "--wandb-mode offline", env_id="tests.test_cli:Plain-v0")
+    done = run(script, arguments, tmp_path)
+    folder = run_folder(tmp_path)
+    assert {path.name for path in folder.iterdir()} == FILES - {"episode.gif"} | {"wandb"}
+    assert "no GIF" in done.err and "Traceback" not in done.err
+    assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] == 7
 
 
 # ---------------------------------------------------------------------------- evaluate and resume

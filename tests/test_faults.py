@@ -90,7 +90,7 @@ def test_a_stop_during_start_up_or_evaluation_leaves_nothing_running(script, tmp
     early = start(script, tiny(script, total_timesteps=ENDLESS), tmp_path)
     assert wait_until(lambda: (tmp_path / "runs").exists())
     os.killpg(early.pid, signal.SIGTERM)
-    assert early.wait() in (143, -signal.SIGTERM)
+    assert early.wait() == 143
     assert early.left_over() == []
 
     arguments = tiny(script, "--eval-episodes 20000 --runs-dir late", 128)
@@ -99,8 +99,15 @@ def test_a_stop_during_start_up_or_evaluation_leaves_nothing_running(script, tmp
     time.sleep(0.5)
     assert late.running()
     os.killpg(late.pid, signal.SIGINT)
-    assert late.wait(20) in (130, -signal.SIGINT)
-    assert late.left_over() == []
+    assert late.wait(20) == 130
+    assert late.left_over() == [] and "Traceback" not in late.err
+
+    best = str(next(tmp_path.glob("late/*/best.pt")))
+    playing = start(script, ["--evaluate", best, "--eval-episodes", "20000"], tmp_path)
+    assert not wait_until(lambda: not playing.running(), 1)
+    os.killpg(playing.pid, signal.SIGTERM)
+    assert playing.wait(20) == 143
+    assert playing.left_over() == [] and "Traceback" not in playing.err
 
 
 @pytest.mark.parametrize("script", ["ppo"])
