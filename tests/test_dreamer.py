@@ -938,7 +938,8 @@ def test_probe_values(tmp_path, probe, values):
 
 @pytest.mark.parametrize("probe", ["BestAction", "ObsAction"])
 def test_probe_actions(tmp_path, probe):
-    args = tiny_run(tmp_path, env_id=f"tests.probes:{probe}-v0", total_timesteps=700)
+    options = {"total_timesteps": 600, "train_ratio": 128}
+    args = tiny_run(tmp_path, env_id=f"tests.probes:{probe}-v0", **options)
     assert dreamer.train(args)["eval_return_mean"] == 1.0
 
 
