@@ -223,7 +223,7 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     if not env.observation_space.shape:
         raise UsageError(f"--env-id {env_id}: {type(space).__name__} observations have no size")
     if env.spec and env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, 27_000)  # an evaluation has to end
+        env = gym.wrappers.TimeLimit(env, 27_000 if atari else 5_000)  # an evaluation has to end
     space = env.action_space
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete) and len(space.shape) < 2:
         if np.any(space.start):  # here actions are counted from zero
@@ -467,7 +467,8 @@ class CategoricalActor(nn.Module):
         return torch.stack([torch.randint(n, shape) for n in self.nvec], -1)
 
     def uniform_log_prob(self, actions):
-        return torch.full(actions.shape[:-1], -math.log(math.prod(self.nvec)), device=actions.device)
+        log_prob = -math.log(math.prod(self.nvec))
+        return torch.full(actions.shape[:-1], log_prob, device=actions.device)
 
     def sample(self, obs, noise=None):
         """Actions for obs, or the most likely ones without noise."""
@@ -805,11 +806,13 @@ def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
 def build_agent(args: Args) -> Agent:
     env = make_env(args.env_id)
     env.close()
+    # The device first: initial weights depend on the number of threads that it sets
+    device = choose_device(args.device, is_image(env.observation_space))
     agent = Agent(env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs)
-    return agent.to(choose_device(args.device, is_image(env.observation_space)))
+    return agent.to(device)
 
 
-def restore(agent: Agent, checkpoint: dict, path: str):
+def restore(agent: nn.Module, checkpoint: dict, path: str):
     """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
     try:
         agent.load_state_dict(checkpoint["agent"])
@@ -898,7 +901,7 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        return run.finish(*evaluate_and_record(agent, args, run.folder / "episode.gif"))
 
 
 # -------------------------------------------------------------------------------------- evaluation
@@ -932,22 +935,22 @@ def act(agent: Agent, obs: np.ndarray, deterministic: bool) -> np.ndarray:
     return actions.reshape(-1, *agent.action_shape)
 
 
-def evaluate_and_record(agent: Agent, args: Args, gif: Path) -> dict:
-    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> tuple[dict, str]:
+    """Evaluates on fresh seeds and writes the GIF; the result for a file, and as a sentence."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
 
     def act_alone(obs):
         return act(agent, np.asarray(obs)[None], args.deterministic)[0]
 
     record_gif(args.env_id, args.seed, act_alone, gif)
-    print(
-        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
-        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
-    )
-    return {
+    evaluation = {
         "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
         "eval_episodes": len(returns),
     }
+    return evaluation, (
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
 
 
 def evaluate_checkpoint(args: Args):
@@ -956,8 +959,8 @@ def evaluate_checkpoint(args: Args):
     agent = build_agent(args)
     restore(agent, load_checkpoint(path), path)
     gif = Path(path).with_name("evaluation.gif")
-    evaluate_and_record(agent, args, gif)
-    print(f"GIF: {gif}")
+    _, sentence = evaluate_and_record(agent, args, gif)
+    print(f"{sentence}\nGIF: {gif}")
 
 
 # ---------------------------------------------------------------------------------------- plumbing
@@ -997,14 +1000,17 @@ class Run:
         self.metrics = metrics.open("a", buffering=1)
         self.wandb = None
         if args.wandb_mode != "disabled":
+            # A copied model would else wait for its upload in the home directory
+            os.environ.setdefault("WANDB_DATA_DIR", str((self.folder / "wandb").resolve()))
             self.wandb = wandb.init(
                 project=args.wandb_project, name=self.folder.name, config=self.config,
                 mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
-        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
+        preset = preset_name(args.env_id)
+        note = " (resumed)" if resumed else f" (preset {preset})" if preset else ""
+        print(f"{args.env_id}{note}, seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
@@ -1045,7 +1051,7 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = full and (best is None or mean > best)
+        improved = full and (best is None or mean >= best)
         if improved:
             self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
@@ -1056,7 +1062,7 @@ class Run:
             write_whole(self.folder / "best.pt", buffer.getvalue())
         write_whole(self.folder / "last.pt", buffer.getvalue())
 
-    def finish(self, evaluation: dict) -> dict:
+    def finish(self, evaluation: dict, sentence: str) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
         progress = self.progress
         summary = {
@@ -1081,7 +1087,7 @@ class Run:
             model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
-        print(f"model, GIF, curve and numbers: {self.folder}")
+        print(f"{sentence}\nmodel, GIF, curve and numbers: {self.folder}")
         if self.wandb:
             place = os.path.relpath(Path(self.wandb.dir).parent)
             online = self.config["wandb_mode"] == "online"
@@ -1200,7 +1206,7 @@ def record_gif(env_id: str, seed: int, act, path: Path):
             fps = env.metadata.get("render_fps", 30)
             skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
             obs, _ = env.reset(seed=seed)
-            while not done and len(frames) < 2000:
+            while not done and len(frames) * skip < 60 * fps:  # a minute at most
                 frame = Image.fromarray(env.render())
                 frame.thumbnail((400, 400))
                 frames.append(frame.quantize(64))

@@ -166,10 +166,11 @@ def resolve_env_id(env_id: str) -> str:
 
 def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     """gym.make for vector or discrete (then one-hot) observations and discrete actions."""
+    options = {"render_mode": render_mode} if render_mode else {}  # some take no such argument
     try:
-        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from None
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
+        raise UsageError(f"--env-id {env_id}: {first_line(error)}") from None
     observations, actions = env.observation_space, env.action_space
     if not isinstance(actions, Discrete):
         kind = type(actions).__name__
@@ -179,6 +180,8 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     elif len(observations.shape or ()) != 1:
         kind = f"{type(observations).__name__} observations of shape {observations.shape}"
         raise UsageError(f"--env-id {env_id} has {kind}, not vectors: use ppo.py")
+    if env.spec and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, 5_000)  # an evaluation has to end
     if start := int(actions.start):
         env = gym.wrappers.TransformAction(env, lambda action: action + start, Discrete(actions.n))
     return gym.wrappers.RecordEpisodeStatistics(env)
@@ -396,22 +399,22 @@ def act(agent: nn.Module, obs: np.ndarray, deterministic: bool) -> np.ndarray:
         return sample(logits, noise if deterministic else noise.exponential_()).cpu().numpy()
 
 
-def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> dict:
-    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> tuple[dict, str]:
+    """Evaluates on fresh seeds and writes the GIF; the result for a file, and as a sentence."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
 
     def act_alone(obs):
         return act(agent, np.asarray(obs)[None], args.deterministic)[0]
 
     record_gif(args.env_id, args.seed, act_alone, gif)
-    print(
-        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
-        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
-    )
-    return {
+    evaluation = {
         "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
         "eval_episodes": len(returns),
     }
+    return evaluation, (
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
 
 
 def evaluate_checkpoint(args: Args):
@@ -420,8 +423,8 @@ def evaluate_checkpoint(args: Args):
     agent = build_agent(args)
     restore(agent, load_checkpoint(path), path)
     gif = Path(path).with_name("evaluation.gif")
-    evaluate_and_record(agent, args, gif)
-    print(f"GIF: {gif}")
+    _, sentence = evaluate_and_record(agent, args, gif)
+    print(f"{sentence}\nGIF: {gif}")
 
 
 def record_gif(env_id: str, seed: int, act, path: Path):
@@ -433,7 +436,7 @@ def record_gif(env_id: str, seed: int, act, path: Path):
             fps = env.metadata.get("render_fps", 30)
             skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
             obs, _ = env.reset(seed=seed)
-            while not done and len(frames) < 2000:
+            while not done and len(frames) * skip < 60 * fps:  # a minute at most
                 frame = Image.fromarray(env.render())
                 frame.thumbnail((400, 400))
                 frames.append(frame.quantize(64))
@@ -485,14 +488,17 @@ class Run:
         self.metrics = metrics.open("a", buffering=1)
         self.wandb = None
         if args.wandb_mode != "disabled":
+            # A copied model would else wait for its upload in the home directory
+            os.environ.setdefault("WANDB_DATA_DIR", str((self.folder / "wandb").resolve()))
             self.wandb = wandb.init(
                 project=args.wandb_project, name=self.folder.name, config=self.config,
                 mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
-        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
+        preset = preset_name(args.env_id)
+        note = " (resumed)" if resumed else f" (preset {preset})" if preset else ""
+        print(f"{args.env_id}{note}, seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
@@ -533,7 +539,7 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = full and (best is None or mean > best)
+        improved = full and (best is None or mean >= best)
         if improved:
             self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
@@ -544,7 +550,7 @@ class Run:
             write_whole(self.folder / "best.pt", buffer.getvalue())
         write_whole(self.folder / "last.pt", buffer.getvalue())
 
-    def finish(self, evaluation: dict) -> dict:
+    def finish(self, evaluation: dict, sentence: str) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
         progress = self.progress
         summary = {
@@ -569,7 +575,7 @@ class Run:
             model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
-        print(f"model, GIF, curve and numbers: {self.folder}")
+        print(f"{sentence}\nmodel, GIF, curve and numbers: {self.folder}")
         if self.wandb:
             place = os.path.relpath(Path(self.wandb.dir).parent)
             online = self.config["wandb_mode"] == "online"
@@ -771,7 +777,7 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(policy, args, run.folder / "episode.gif"))
+        return run.finish(*evaluate_and_record(policy, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:

@@ -11,7 +11,9 @@ import pytest
 from tests.processes import ROOT, SCRIPTS, clean_env
 
 # What every algorithm does in its own way
-ITS_OWN = {"Args", "train", "compute_returns"}
+# What each algorithm has its own of; everything else of one name is one text
+ITS_OWN = {"Args", "train", "update", "compute_returns", "make_env", "build_agent", "preset_name"}
+ITS_OWN |= {"act", "evaluate", "evaluate_and_record"}
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
