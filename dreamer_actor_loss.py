@@ -933,8 +933,8 @@ def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray,
     return returns, lengths
 
 
-def evaluate_and_record(agent: Dreamer, args: Args, gif: Path) -> dict:
-    """Evaluates on fresh seeds, writes the GIF, prints what came out."""
+def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> tuple[dict, str]:
+    """Evaluates on fresh seeds and writes the GIF; the result for a file, and as a sentence."""
     returns, lengths = evaluate(agent, args, args.eval_episodes)
     env = make_env(args.env_id)
     env.close()
@@ -946,14 +946,14 @@ def evaluate_and_record(agent: Dreamer, args: Args, gif: Path) -> dict:
         return spec.to_env(action)[0]
 
     record_gif(args.env_id, args.seed, act_alone, gif)
-    print(
-        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
-        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
-    )
-    return {
+    evaluation = {
         "eval_return_mean": float(returns.mean()), "eval_return_std": float(returns.std()),
         "eval_episodes": len(returns),
     }
+    return evaluation, (
+        f"{args.env_id}: {len(returns)} {'greedy' if args.deterministic else 'sampled'} episodes, "
+        f"return {returns.mean():.1f} +- {returns.std():.1f}, mean length {lengths.mean():.0f}"
+    )
 
 
 def evaluate_checkpoint(args: Args):
@@ -962,8 +962,8 @@ def evaluate_checkpoint(args: Args):
     agent = build_agent(args)
     restore(agent, load_checkpoint(path), path)
     gif = Path(path).with_name("evaluation.gif")
-    evaluate_and_record(agent, args, gif)
-    print(f"GIF: {gif}")
+    _, sentence = evaluate_and_record(agent, args, gif)
+    print(f"{sentence}\nGIF: {gif}")
 
 
 def record_gif(env_id: str, seed: int, act, path: Path):
@@ -975,7 +975,7 @@ def record_gif(env_id: str, seed: int, act, path: Path):
             fps = env.metadata.get("render_fps", 30)
             skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
             obs, _ = env.reset(seed=seed)
-            while not done and len(frames) < 2000:
+            while not done and len(frames) * skip < 60 * fps:  # a minute at most
                 frame = Image.fromarray(env.render())
                 frame.thumbnail((400, 400))
                 frames.append(frame.quantize(64))
@@ -1027,14 +1027,17 @@ class Run:
         self.metrics = metrics.open("a", buffering=1)
         self.wandb = None
         if args.wandb_mode != "disabled":
+            # A copied model would else wait for its upload in the home directory
+            os.environ.setdefault("WANDB_DATA_DIR", str((self.folder / "wandb").resolve()))
             self.wandb = wandb.init(
                 project=args.wandb_project, name=self.folder.name, config=self.config,
                 mode=args.wandb_mode, dir=self.folder, id=resumed and resumed["wandb_id"],
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        preset = "resumed" if resumed else f"preset {preset_name(args.env_id)}"
-        print(f"{args.env_id} ({preset}), seed {args.seed}: {self.folder}", file=sys.stderr)
+        preset = preset_name(args.env_id)
+        note = " (resumed)" if resumed else f" (preset {preset})" if preset else ""
+        print(f"{args.env_id}{note}, seed {args.seed}: {self.folder}", file=sys.stderr)
         self.bar = tqdm(total=planned_steps, initial=self.first_step, unit=" steps",
                         unit_scale=True, disable=None, dynamic_ncols=True)
 
@@ -1075,7 +1078,7 @@ class Run:
         """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
         mean, best = self.return_mean(), self.progress["best_mean"]
         full = len(self.progress["recent_returns"]) == 100
-        improved = full and (best is None or mean > best)
+        improved = full and (best is None or mean >= best)
         if improved:
             self.progress["best_mean"] = mean
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
@@ -1086,7 +1089,7 @@ class Run:
             write_whole(self.folder / "best.pt", buffer.getvalue())
         write_whole(self.folder / "last.pt", buffer.getvalue())
 
-    def finish(self, evaluation: dict) -> dict:
+    def finish(self, evaluation: dict, sentence: str) -> dict:
         """Writes summary.json and the learning curve, gives W&B the model and the GIF."""
         progress = self.progress
         summary = {
@@ -1111,7 +1114,7 @@ class Run:
             model = wandb.Artifact(name, type="model", metadata=summary)
             model.add_file(str(self.folder / "best.pt"))
             self.wandb.log_artifact(model)
-        print(f"model, GIF, curve and numbers: {self.folder}")
+        print(f"{sentence}\nmodel, GIF, curve and numbers: {self.folder}")
         if self.wandb:
             place = os.path.relpath(Path(self.wandb.dir).parent)
             online = self.config["wandb_mode"] == "online"
@@ -1332,7 +1335,7 @@ def train(args: Args) -> dict:
         # evaluate
         run.bar.close()
         agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        return run.finish(*evaluate_and_record(agent, args, run.folder / "episode.gif"))
 
 
 def preset_name(env_id: str) -> str | None:
