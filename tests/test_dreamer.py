@@ -1,6 +1,6 @@
 """dreamer_actor_loss.py against golden numbers, brute force, closed forms and its own gradients.
 
-    python -m pytest tests/test_dreamer.py -k "not learns"  # without CartPole's two minutes
+python -m pytest tests/test_dreamer.py -k "not learns"  # without CartPole's two minutes
 """
 
 import itertools
@@ -454,6 +454,24 @@ def test_replay_critic_loss():
         x["bins"],
     )
     close(loss, time_first(golden["loss"])[: len(returns)].mean(), rtol=1e-6)
+
+
+def test_replay_critic_loss_cuts_the_chain_at_episode_ends():
+    """The golden logits are too peaked to feel a wrong target; random ones do."""
+    golden = GOLDEN["replay_value_loss"]
+    x = actor_case("scale_above_1")
+    last, term, reward, boot = (
+        time_first(golden[k]) for k in ("is_last", "is_terminal", "reward", "boot")
+    )
+    torch.manual_seed(0)
+    logits = torch.randn(6, 2, 255, dtype=torch.float64)
+    rest = x["slow_values"], golden["disc"], golden["lam"], x["bins"]
+    loss = dreamer.replay_critic_loss(logits, reward, term, last, boot, *rest)
+    right, slow = time_first(golden["ret"]), x["slow_values"][:-1]
+    close(loss, dreamer.critic_loss(logits[:-1], right, slow, 1 - last[:-1], x["bins"]), rtol=1e-6)
+    uncut = dreamer.lambda_return(reward, golden["disc"] * (1 - term), boot, golden["lam"])
+    wrong = dreamer.critic_loss(logits[:-1], uncut, slow, 1 - last[:-1], x["bins"])
+    assert abs(loss - wrong) > 1e-4
 
 
 def test_continue_loss():
