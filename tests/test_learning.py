@@ -24,6 +24,10 @@ def test_cartpole_is_solved(tmp_path, seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_lander_lands(tmp_path, seed):
-    """A random policy earns -227, one that only hovers about -100 to 0, a landing 200 to 300."""
+    """A quarter of a million steps are half of the default run.
+
+    A random policy earns -227, an advantage that is off by one step -203 after as many steps;
+    seeds 1 to 3 ended between 194 and 257 in training and between 168 and 265 in evaluation.
+    """
     summary = learn(tmp_path, "LunarLander-v3", seed, "--total-timesteps", "250000")
-    assert summary["return_mean_100"] >= 150 and summary["eval_return_mean"] >= 150
+    assert summary["return_mean_100"] >= 100 and summary["eval_return_mean"] >= 100

@@ -414,7 +414,7 @@ def test_exploring_mixes_the_policy_with_the_uniform_one(exploration):
     probs = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     uniform = torch.full((3,), -math.log(3), dtype=torch.float64)
     mixed = mixture_log_prob(probs.log(), uniform, exploration).exp()
-    close(mixed, (1 - exploration) * probs + exploration / 3)
+    close(mixed, (1 - exploration) * probs + exploration / 3, rtol=1e-6)
 
 
 def test_samples_are_drawn_with_the_probabilities_of_the_logits():

@@ -304,6 +304,7 @@ def test_environments_are_closed(tmp_path):
 
     class Closing(FailingSeed):
         def close(self):
+            time.sleep(0.1)  # a worker is given the time for it
             (tmp_path / str(id(self))).touch()
 
     for num_workers, seeds in ((0, [1, 2]), (2, [1, 2]), (0, [3, 4])):
