@@ -17,7 +17,7 @@ Details that matter:
   learning rates serves environments of any reward scale. Reported returns are raw.
 - Advantages are normalised per minibatch; gradients are clipped by norm, per network.
 - Only the actor runs while stepping; values and log-probs of a rollout are computed in one batch.
-- Environments step in worker processes over shared memory; results do not depend on their number.
+- Worker processes help to step environments, over shared memory; results do not depend on them.
 """
 
 import time
@@ -101,7 +101,7 @@ class Args:
     seed: int = 1  # seeds torch and the environments
     total_timesteps: int = 500_000  # environment steps, rounded up to whole iterations
     device: str = "auto"  # cpu, cuda, mps; auto: a GPU for pixels if there is one, else the CPU
-    num_workers: int | None = None  # processes that step environments; default one per core, 0 none
+    num_workers: int | None = None  # processes that help to step environments; default cores - 1
     runs_dir: str = "runs"  # where the run's folder is created
     save_every: int = 10  # iterations between two checkpoints
     eval_episodes: int = 100  # episodes of the evaluation
@@ -316,7 +316,7 @@ def env_worker(connection, others, make, seeds, shared, first):
 
 
 class VectorEnv:
-    """N environments in W worker processes (0: in this one), with same-step autoreset.
+    """N environments, shared out between this process and W workers, with same-step autoreset.
 
     After `step(actions)`: `rewards`, `terminated`, `truncated` [N] are of the step just made, `obs`
     [N, ...] is what the policy sees next; where an episode ended, `final_obs`, `episode_returns`
@@ -324,7 +324,7 @@ class VectorEnv:
     """
 
     def __init__(self, make, seeds, num_workers=0, start_method=None):
-        self.workers, self.connections, self.local = [], [], None
+        self.workers, self.connections = [], []
         env = make()
         env.close()
         self.observation_space, self.action_space = env.observation_space, env.action_space
@@ -352,9 +352,9 @@ class VectorEnv:
             for name, (shape, dtype) in layout.items()
         }
         vars(self).update(as_arrays(shared))
-        if num_workers == 0:
-            self.local = step_environments(make, seeds, as_arrays(shared), 0)
-        for chunk in np.array_split(np.arange(num_envs), num_workers) if num_workers else ():
+        own, *others = np.array_split(np.arange(num_envs), 1 + min(num_workers, num_envs - 1))
+        self.own = step_environments(make, seeds[: len(own)], as_arrays(shared), 0)
+        for chunk in others:
             ours, theirs = context.Pipe()
             self.connections.append(ours)
             task = (theirs, self.connections, gym.vector.utils.CloudpickleWrapper(make),
@@ -376,8 +376,7 @@ class VectorEnv:
         self._wait()
 
     def _wait(self):
-        if self.local:
-            next(self.local)
+        next(self.own)  # this process steps its share while the workers step theirs
         for worker, connection in zip(self.workers, self.connections):
             try:
                 failure = connection.recv_bytes()
@@ -389,8 +388,7 @@ class VectorEnv:
                 raise TrainingError(failure.decode())
 
     def close(self):
-        if self.local:
-            self.local.close()
+        self.own.close()
         for connection in self.connections:
             connection.close()
         for worker in self.workers:
@@ -678,33 +676,33 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, exploration: float, d
     """num_steps steps of every environment, and (return, length) of the episodes that ended."""
     actor, num_envs, episodes = agent.actor, len(envs.rewards), []
     noise = actor.noise(num_steps, num_envs).to(device)
-    random_actions = actor.uniform(num_steps, num_envs)
-    explore = torch.rand(num_steps, num_envs, 1) < exploration
-    obs = torch.from_numpy(envs.obs)
+    random_actions = actor.uniform(num_steps, num_envs).numpy()
+    explore = torch.rand(num_steps, num_envs, 1).numpy() < exploration
     rollout = Rollout(
-        obs=torch.empty(num_steps + 1, *obs.shape, dtype=obs.dtype),
-        final_obs=torch.zeros(num_steps, *obs.shape, dtype=obs.dtype),
-        actions=torch.empty_like(random_actions),
-        rewards=torch.empty(num_steps, num_envs),
-        terminated=torch.empty(num_steps, num_envs, dtype=torch.bool),
-        done=torch.empty(num_steps, num_envs, dtype=torch.bool),
+        obs=np.empty((num_steps + 1, *envs.obs.shape), envs.obs.dtype),
+        final_obs=np.zeros((num_steps, *envs.obs.shape), envs.obs.dtype),
+        actions=np.empty_like(random_actions),
+        rewards=np.empty((num_steps, num_envs), np.float32),
+        terminated=np.empty((num_steps, num_envs), np.bool_),
+        done=np.empty((num_steps, num_envs), np.bool_),
     )
+    obs = torch.from_numpy(envs.obs)  # a view: what the environments show now
     for t in range(num_steps):
-        rollout.obs[t] = obs
-        actions = actor.sample(obs.to(device), noise[t]).cpu()
+        rollout.obs[t] = envs.obs
+        actions = actor.sample(obs.to(device), noise[t]).cpu().numpy()
         if exploration > 0:
-            actions = torch.where(explore[t], random_actions[t], actions)
+            actions = np.where(explore[t], random_actions[t], actions)
         rollout.actions[t] = actions
-        envs.step(actions.numpy())
-        ended, terminated = envs.terminated | envs.truncated, envs.terminated | envs.life_lost
-        done = ended | terminated
-        rollout.rewards[t] = torch.from_numpy(envs.rewards)
-        rollout.terminated[t] = torch.from_numpy(terminated)
-        rollout.done[t] = torch.from_numpy(done)
+        envs.step(actions)
+        rollout.rewards[t] = envs.rewards
+        rollout.terminated[t] = envs.terminated | envs.life_lost
+        ended = envs.terminated | envs.truncated
+        rollout.done[t] = done = ended | envs.life_lost
         if done.any():
-            rollout.final_obs[t, done] = torch.from_numpy(envs.final_obs[done])
+            rollout.final_obs[t, done] = envs.final_obs[done]
             episodes += zip(envs.episode_returns[ended], envs.episode_lengths[ended])
-    rollout.obs[num_steps] = obs
+    rollout.obs[num_steps] = envs.obs
+    rollout = Rollout(*map(torch.from_numpy, rollout))
     check_finite("observation", rollout.obs)
     check_finite("observation", rollout.final_obs)
     check_finite("reward", rollout.rewards)
@@ -803,9 +801,9 @@ def choose_device(name: str, pixels: bool) -> torch.device:
 
 
 def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
-    workers = os.cpu_count() if args.num_workers is None else args.num_workers
+    workers = os.cpu_count() - 1 if args.num_workers is None else args.num_workers
     seeds = np.random.SeedSequence(seed_words).generate_state(num_envs)
-    return VectorEnv(functools.partial(make_env, args.env_id), seeds, min(workers, num_envs))
+    return VectorEnv(functools.partial(make_env, args.env_id), seeds, workers)
 
 
 def build_agent(args: Args) -> Agent:

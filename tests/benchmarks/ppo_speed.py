@@ -55,10 +55,10 @@ def start_environments(num_envs: int, num_workers: int | None):
     """The environments of a LunarLander training, as ppo.py starts them."""
     import ppo
 
-    num_workers = os.cpu_count() if num_workers is None else num_workers
+    num_workers = os.cpu_count() - 1 if num_workers is None else num_workers
     make = functools.partial(ppo.make_env, "LunarLander-v3")
     return contextlib.closing(
-        ppo.VectorEnv(make, list(range(num_envs)), min(num_workers, num_envs))
+        ppo.VectorEnv(make, list(range(num_envs)), num_workers)
     )
 
 
