@@ -461,7 +461,8 @@ def test_replay_critic_loss_cuts_the_chain_at_a_time_limit():
     torch.manual_seed(0)
     T, gamma, lam, bins = 5, 0.9, 0.95, dreamer.twohot_bins(255)
     reward, boot, slow = torch.randn(3, T, 1, dtype=torch.float64)
-    logits, term = torch.randn(T, 1, 255, dtype=torch.float64), torch.zeros(T, 1)
+    logits = torch.randn(T, 1, 255, dtype=torch.float64)
+    term = torch.zeros(T, 1, dtype=torch.float64)
     last = array([0, 0, 1, 0, 0])[:, None]
     returns = boot.clone()
     for t in (3, 2, 1, 0):
