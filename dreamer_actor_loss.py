@@ -228,9 +228,10 @@ def resolve_env_id(env_id: str) -> str:
 
 def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     """gym.make, plus what the observation space needs: anything but a vector is flattened."""
+    options = {"render_mode": render_mode} if render_mode else {}  # some take no such argument
     try:
-        env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True)
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise UsageError(f"--env-id {env_id}: {first_line(error)}") from None
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) == 0:
@@ -239,7 +240,7 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
         kind = f"{type(space).__name__} observations of shape {space.shape}"
         raise UsageError(f"--env-id {env_id}: {kind}, need a vector")
     if env.spec and env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, 27_000)  # an evaluation has to end
+        env = gym.wrappers.TimeLimit(env, 5_000)  # an evaluation has to end
     ActionSpec(env.action_space)  # refuses what it cannot choose
     return gym.wrappers.RecordEpisodeStatistics(env)
 
