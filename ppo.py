@@ -477,6 +477,8 @@ class CategoricalActor(nn.Module):
         """Actions for obs, or the most likely ones without noise."""
         logits = self.network(obs)
         noise = torch.ones_like(logits) if noise is None else noise
+        if len(self.nvec) == 1:  # the usual case, called at every step
+            return sample_categorical(logits, noise).unsqueeze(-1)
         heads = zip(logits.split(self.nvec, -1), noise.split(self.nvec, -1))
         return torch.stack([sample_categorical(*head) for head in heads], -1)
 

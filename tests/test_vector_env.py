@@ -195,16 +195,19 @@ def test_different_seeds_and_purposes_share_no_environment_stream():
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "start_method"), [(0, None), (1, "fork"), (2, "fork"), (1, "spawn")]
+    ("index", "num_workers", "start_method"),
+    [(0, 0, None), (3, 0, None), (0, 2, "fork"), (3, 1, "fork"), (4, 2, "fork"), (3, 1, "spawn")],
 )
-def test_an_exception_brings_its_traceback_and_index(num_workers, start_method):
-    with contextlib.closing(VectorEnv(FailingSeed, range(5), num_workers, start_method)) as envs:
+def test_an_exception_brings_its_traceback_and_index(index, num_workers, start_method):
+    """Environment 0 is stepped by this process, 3 and 4 by the last worker if there is one."""
+    seeds = [3 if i == index else 0 for i in range(5)]
+    with contextlib.closing(VectorEnv(FailingSeed, seeds, num_workers, start_method)) as envs:
         workers = [worker.pid for worker in envs.workers]
         envs.step([0] * 5)
         with pytest.raises(TrainingError) as caught:
             envs.step([0] * 5)
     message = str(caught.value)
-    assert "environment 3 failed" in message
+    assert f"environment {index} failed" in message
     assert "RuntimeError: this environment breaks on purpose" in message
     assert "probes.py" in message and "in step" in message
     assert ended(workers, 0)
@@ -243,14 +246,14 @@ def test_a_worker_that_hangs_is_killed():
 
 def test_workers_leave_signals_to_the_main_process():
     """Ctrl-C and a job manager's SIGTERM reach the whole group; the main process decides."""
-    with contextlib.closing(VectorEnv(make("tests.probes:Count-v0"), [1, 2], 2)) as envs:
-        envs.step([0, 0])
+    with contextlib.closing(VectorEnv(make("tests.probes:Count-v0"), [1, 2, 3], 2)) as envs:
+        envs.step([0] * 3)
         for worker in envs.workers:
             os.kill(worker.pid, signal.SIGINT)
             os.kill(worker.pid, signal.SIGTERM)
         time.sleep(0.1)
-        envs.step([0, 0])
-        assert envs.obs.tolist() == [[2], [2]]
+        envs.step([0] * 3)
+        assert envs.obs.tolist() == [[2]] * 3
 
 
 # ---------------------------------------------------------------------------------- nothing is left
