@@ -867,7 +867,7 @@ class Replay:
         self.data["stoch"][index] = stoch.to(torch.uint8).cpu()
 
 
-# ---------------------------------------------------------------------------- acting and evaluation
+# ------------------------------------------------------------------------------------------- acting
 
 
 class Actor:
@@ -920,6 +920,123 @@ class Actor:
             raise TrainingError(f"non-finite {name} (environment {index}, step {self.num_steps})")
 
 
+# ----------------------------------------------------------------------------------------- training
+
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
+
+def pick_device(name: str) -> torch.device:
+    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
+
+
+def build_agent(args: Args) -> Dreamer:
+    """A new agent for the environment, on the device asked for."""
+    device = pick_device(args.device)  # first: initial weights depend on the number of threads
+    env = make_env(args.env_id)
+    env.close()
+    spec = ActionSpec(env.action_space)
+    return Dreamer(env.observation_space.shape[0], spec.dim, spec.nvec, args).to(device)
+
+
+def restore(agent: nn.Module, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
+
+
+def train(args: Args) -> dict:
+    """Trains, saves and evaluates as args say; returns what summary.json holds."""
+    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
+    resumed = load_checkpoint(args.resume) if args.resume else None
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
+    torch.manual_seed(args.seed)
+    agent = build_agent(args)
+    optimizer = LaProp([p for p in agent.parameters() if p.requires_grad], args.learning_rate)
+    num_updates = 0
+    if resumed:
+        restore(agent, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
+        num_updates = resumed["num_updates"]
+    learning_starts = global_step + args.learning_starts
+    # A resumed run starts new episodes, and must not replay the ones that the run began with
+    seed_words = [args.seed, TRAINING, global_step]
+    with (
+        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
+        Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
+    ):
+        spec = ActionSpec(envs.single_action_space)
+        sizes = envs.single_observation_space.shape[0], spec.dim, *agent.rssm.sizes
+        replay = Replay(args.replay_capacity, args.num_envs, *sizes, agent.bins.device, seed_words)
+        actor = Actor(envs, spec, agent, seed_words)
+        print(
+            f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
+            f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
+            + ", which starts empty again" * bool(resumed), file=sys.stderr,
+        )
+        rows, episodes, owed = [], [], 0.0
+        with stop_signals() as stopped:
+            while global_step < args.total_timesteps:
+                # act
+                episodes += actor.step(replay)
+                before, global_step = global_step, global_step + args.num_envs
+
+                # update
+                if global_step > learning_starts and replay.num_windows(args.batch_length).any():
+                    owed += args.num_envs * args.updates_per_step
+                for _ in range(int(owed)):
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate(args, num_updates, global_step)
+                    rows.append(train_step(agent, optimizer, replay, args, measure=not rows))
+                    num_updates += 1
+                owed %= 1
+
+                # log
+                final = global_step >= args.total_timesteps
+                iteration = global_step // args.log_every
+                if iteration == before // args.log_every and not (final or stopped):
+                    continue
+                metrics = {
+                    key: torch.stack([row[key] for row in rows if key in row]).mean()
+                    for key in (rows[0] if rows else ())
+                }
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                run.log(global_step, episodes, metrics)
+                rows, episodes = [], []
+
+                # save
+                final = final or bool(stopped)
+                if final or iteration % args.save_every == 0:
+                    run.save({
+                        "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(), "num_updates": num_updates,
+                    }, final)
+                if stopped and final:  # a signal between the two waits for the next save
+                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+                    raise SystemExit(128 + stopped[0])
+
+        # evaluate
+        run.bar.close()
+        agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
+        return run.finish(*evaluate_and_record(agent, args, run.folder / "episode.gif"))
+
+
+# -------------------------------------------------------------------------------------- evaluation
+
+
 def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
     torch.manual_seed(args.seed)  # sampled latents repeat too
@@ -967,33 +1084,9 @@ def evaluate_checkpoint(args: Args):
     print(f"{sentence}\nGIF: {gif}")
 
 
-def record_gif(env_id: str, seed: int, act, path: Path):
-    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    frames, done = [], False
-    try:
-        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
-            fps = env.metadata.get("render_fps", 30)
-            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
-            obs, _ = env.reset(seed=seed)
-            while not done and len(frames) * skip < 60 * fps:  # a minute at most
-                frame = Image.fromarray(env.render())
-                frame.thumbnail((400, 400))
-                frames.append(frame.quantize(64))
-                for _ in range(skip):
-                    if not done:
-                        obs, _, terminated, truncated, _ = env.step(act(obs))
-                        done = terminated or truncated
-    except Exception as error:  # what cannot be drawn must not cost the run its other results
-        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
-        return
-    image = io.BytesIO()
-    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
-                   duration=1000 * skip / fps, loop=0)
-    write_whole(path, image.getvalue())
-
-
-# ---------------------------------------------------------------------------- the run and its files
+# ---------------------------------------------------------------------------------------- plumbing
+# From here on nothing is about the algorithm: files, W&B, signals and the command line, much the
+# same in all three scripts.
 
 
 class Run:
@@ -1225,118 +1318,30 @@ def stop_signals():
             signal.signal(signum, handler)
 
 
-# ----------------------------------------------------------------------------------------- training
-
-TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
-
-
-def pick_device(name: str) -> torch.device:
-    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+def record_gif(env_id: str, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
+    frames, done = [], False
     try:
-        device = torch.device("cpu" if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    return device
-
-
-def build_agent(args: Args) -> Dreamer:
-    """A new agent for the environment, on the device asked for."""
-    device = pick_device(args.device)  # first: initial weights depend on the number of threads
-    env = make_env(args.env_id)
-    env.close()
-    spec = ActionSpec(env.action_space)
-    return Dreamer(env.observation_space.shape[0], spec.dim, spec.nvec, args).to(device)
-
-
-def restore(agent: nn.Module, checkpoint: dict, path: str):
-    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UsageError(f"{path} does not fit the options given: {reason}") from None
-
-
-def train(args: Args) -> dict:
-    """Trains, saves and evaluates as args say; returns what summary.json holds."""
-    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
-    resumed = load_checkpoint(args.resume) if args.resume else None
-    global_step = resumed["progress"]["global_step"] if resumed else 0
-    if global_step >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
-    torch.manual_seed(args.seed)
-    agent = build_agent(args)
-    optimizer = LaProp([p for p in agent.parameters() if p.requires_grad], args.learning_rate)
-    num_updates = 0
-    if resumed:
-        restore(agent, resumed, args.resume)
-        optimizer.load_state_dict(resumed["optimizer"])
-        torch.set_rng_state(resumed["rng"])
-        num_updates = resumed["num_updates"]
-    learning_starts = global_step + args.learning_starts
-    # A resumed run starts new episodes, and must not replay the ones that the run began with
-    seed_words = [args.seed, TRAINING, global_step]
-    with (
-        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
-        Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
-    ):
-        spec = ActionSpec(envs.single_action_space)
-        sizes = envs.single_observation_space.shape[0], spec.dim, *agent.rssm.sizes
-        replay = Replay(args.replay_capacity, args.num_envs, *sizes, agent.bins.device, seed_words)
-        actor = Actor(envs, spec, agent, seed_words)
-        print(
-            f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
-            f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
-            + ", which starts empty again" * bool(resumed), file=sys.stderr,
-        )
-        rows, episodes, owed = [], [], 0.0
-        with stop_signals() as stopped:
-            while global_step < args.total_timesteps:
-                # act
-                episodes += actor.step(replay)
-                before, global_step = global_step, global_step + args.num_envs
-
-                # update
-                if global_step > learning_starts and replay.num_windows(args.batch_length).any():
-                    owed += args.num_envs * args.updates_per_step
-                for _ in range(int(owed)):
-                    for group in optimizer.param_groups:
-                        group["lr"] = learning_rate(args, num_updates, global_step)
-                    rows.append(train_step(agent, optimizer, replay, args, measure=not rows))
-                    num_updates += 1
-                owed %= 1
-
-                # log
-                final = global_step >= args.total_timesteps
-                iteration = global_step // args.log_every
-                if iteration == before // args.log_every and not (final or stopped):
-                    continue
-                metrics = {
-                    key: torch.stack([row[key] for row in rows if key in row]).mean()
-                    for key in (rows[0] if rows else ())
-                }
-                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-                run.log(global_step, episodes, metrics)
-                rows, episodes = [], []
-
-                # save
-                final = final or bool(stopped)
-                if final or iteration % args.save_every == 0:
-                    run.save({
-                        "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
-                        "rng": torch.get_rng_state(), "num_updates": num_updates,
-                    }, final)
-                if stopped and final:  # a signal between the two waits for the next save
-                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
-                    raise SystemExit(128 + stopped[0])
-
-        # evaluate
-        run.bar.close()
-        agent.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(*evaluate_and_record(agent, args, run.folder / "episode.gif"))
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) * skip < 60 * fps:  # a minute at most
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
 
 
 def preset_name(env_id: str) -> str | None:

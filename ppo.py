@@ -969,8 +969,8 @@ def evaluate_checkpoint(args: Args):
 
 
 # ---------------------------------------------------------------------------------------- plumbing
-# From here on nothing is about PPO: files, W&B, signals and the command line, much the same in all
-# three scripts.
+# From here on nothing is about the algorithm: files, W&B, signals and the command line, much the
+# same in all three scripts.
 
 
 class Run:

@@ -368,6 +368,101 @@ def update(policy, optimizer, tau, args):
     return metrics
 
 
+# ---------------------------------------------------------------------------------------- training
+
+TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
+
+
+def pick_device(name: str) -> torch.device:
+    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {first_line(error)}") from None
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
+
+
+def make_seeds(words: list[int], num_envs: int) -> list[int]:
+    """One seed per environment; other words give other seeds."""
+    return np.random.SeedSequence(words).generate_state(num_envs).tolist()
+
+
+def build_agent(args: Args) -> PolicyNetwork:
+    """A new policy for the environment, on the device asked for."""
+    device = pick_device(args.device)  # first: initial weights depend on the number of threads
+    env = make_env(args.env_id)
+    env.close()
+    num_actions = int(env.action_space.n)
+    return PolicyNetwork(env.observation_space.shape, num_actions, args.hidden_sizes).to(device)
+
+
+def restore(agent: nn.Module, checkpoint: dict, path: str):
+    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path} does not fit the options given: {reason}") from None
+
+
+def train(args: Args) -> dict:
+    """Trains, saves and evaluates as args say; returns what summary.json holds."""
+    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
+    resumed = load_checkpoint(args.resume) if args.resume else None
+    global_step = resumed["progress"]["global_step"] if resumed else 0
+    if global_step >= args.total_timesteps:
+        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
+    planned_steps = args.num_iterations * args.batch_size
+
+    torch.manual_seed(args.seed)
+    policy = build_agent(args)
+    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, fused=True)
+    if resumed:
+        restore(policy, resumed, args.resume)
+        optimizer.load_state_dict(resumed["optimizer"])
+        torch.set_rng_state(resumed["rng"])
+    with (
+        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
+        Run(args, planned_steps, envs.envs[0].spec.reward_threshold, resumed) as run,
+    ):
+        with stop_signals() as stopped:
+            for iteration in range(global_step // args.batch_size, args.num_iterations):
+                # anneal: the last update still has a rate above zero
+                factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
+                optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+
+                # collect: with seeds from the step alone a resumed run equals an unbroken one
+                seeds = make_seeds([args.seed, TRAINING, global_step], args.num_envs)
+                tau, episodes = gen_rollout(envs, policy, args.num_steps, seeds)
+                global_step += args.batch_size
+
+                # update
+                metrics = update(policy, optimizer, tau, args)
+
+                # log
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                run.log(global_step, episodes, metrics)
+
+                # save
+                final = bool(stopped) or iteration == args.num_iterations - 1
+                if final or iteration % args.save_every == 0:
+                    run.save({
+                        "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(),
+                    }, final)
+                if stopped and final:  # a signal between the two waits for the next save
+                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+                    raise SystemExit(128 + stopped[0])
+
+        # evaluate
+        run.bar.close()
+        policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
+        return run.finish(*evaluate_and_record(policy, args, run.folder / "episode.gif"))
+
+
 # --------------------------------------------------------------------------------------- evaluation
 
 
@@ -427,33 +522,9 @@ def evaluate_checkpoint(args: Args):
     print(f"{sentence}\nGIF: {gif}")
 
 
-def record_gif(env_id: str, seed: int, act, path: Path):
-    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
-    frames, done = [], False
-    try:
-        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
-            fps = env.metadata.get("render_fps", 30)
-            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
-            obs, _ = env.reset(seed=seed)
-            while not done and len(frames) * skip < 60 * fps:  # a minute at most
-                frame = Image.fromarray(env.render())
-                frame.thumbnail((400, 400))
-                frames.append(frame.quantize(64))
-                for _ in range(skip):
-                    if not done:
-                        obs, _, terminated, truncated, _ = env.step(act(obs))
-                        done = terminated or truncated
-    except Exception as error:  # what cannot be drawn must not cost the run its other results
-        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
-        return
-    image = io.BytesIO()
-    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
-                   duration=1000 * skip / fps, loop=0)
-    write_whole(path, image.getvalue())
-
-
-# ---------------------------------------------------------------------------- the run and its files
+# ---------------------------------------------------------------------------------------- plumbing
+# From here on nothing is about the algorithm: files, W&B, signals and the command line, much the
+# same in all three scripts.
 
 
 class Run:
@@ -685,99 +756,30 @@ def stop_signals():
             signal.signal(signum, handler)
 
 
-# ---------------------------------------------------------------------------------------- training
-
-TRAINING, EVALUATION = 0, 1  # words that keep the seeds of their environments apart
-
-
-def pick_device(name: str) -> torch.device:
-    """The device; on the CPU one thread, since more make small networks slower, not faster."""
+def record_gif(env_id: str, seed: int, act, path: Path):
+    """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
+    frames, done = [], False
     try:
-        device = torch.device("cpu" if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    return device
-
-
-def make_seeds(words: list[int], num_envs: int) -> list[int]:
-    """One seed per environment; other words give other seeds."""
-    return np.random.SeedSequence(words).generate_state(num_envs).tolist()
-
-
-def build_agent(args: Args) -> PolicyNetwork:
-    """A new policy for the environment, on the device asked for."""
-    device = pick_device(args.device)  # first: initial weights depend on the number of threads
-    env = make_env(args.env_id)
-    env.close()
-    num_actions = int(env.action_space.n)
-    return PolicyNetwork(env.observation_space.shape, num_actions, args.hidden_sizes).to(device)
-
-
-def restore(agent: nn.Module, checkpoint: dict, path: str):
-    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UsageError(f"{path} does not fit the options given: {reason}") from None
-
-
-def train(args: Args) -> dict:
-    """Trains, saves and evaluates as args say; returns what summary.json holds."""
-    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
-    resumed = load_checkpoint(args.resume) if args.resume else None
-    global_step = resumed["progress"]["global_step"] if resumed else 0
-    if global_step >= args.total_timesteps:
-        raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
-    planned_steps = args.num_iterations * args.batch_size
-
-    torch.manual_seed(args.seed)
-    policy = build_agent(args)
-    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, fused=True)
-    if resumed:
-        restore(policy, resumed, args.resume)
-        optimizer.load_state_dict(resumed["optimizer"])
-        torch.set_rng_state(resumed["rng"])
-    with (
-        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
-        Run(args, planned_steps, envs.envs[0].spec.reward_threshold, resumed) as run,
-    ):
-        with stop_signals() as stopped:
-            for iteration in range(global_step // args.batch_size, args.num_iterations):
-                # anneal: the last update still has a rate above zero
-                factor = 1 - global_step / planned_steps if args.anneal_lr else 1.0
-                optimizer.param_groups[0]["lr"] = args.learning_rate * factor
-
-                # collect: with seeds from the step alone a resumed run equals an unbroken one
-                seeds = make_seeds([args.seed, TRAINING, global_step], args.num_envs)
-                tau, episodes = gen_rollout(envs, policy, args.num_steps, seeds)
-                global_step += args.batch_size
-
-                # update
-                metrics = update(policy, optimizer, tau, args)
-
-                # log
-                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-                run.log(global_step, episodes, metrics)
-
-                # save
-                final = bool(stopped) or iteration == args.num_iterations - 1
-                if final or iteration % args.save_every == 0:
-                    run.save({
-                        "agent": policy.state_dict(), "optimizer": optimizer.state_dict(),
-                        "rng": torch.get_rng_state(),
-                    }, final)
-                if stopped and final:  # a signal between the two waits for the next save
-                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
-                    raise SystemExit(128 + stopped[0])
-
-        # evaluate
-        run.bar.close()
-        policy.load_state_dict(load_checkpoint(run.folder / "best.pt")["agent"])
-        return run.finish(*evaluate_and_record(policy, args, run.folder / "episode.gif"))
+        with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:
+            fps = env.metadata.get("render_fps", 30)
+            skip = max(1, round(fps / 25))  # 25 frames a second are smooth, 50 twice the file
+            obs, _ = env.reset(seed=seed)
+            while not done and len(frames) * skip < 60 * fps:  # a minute at most
+                frame = Image.fromarray(env.render())
+                frame.thumbnail((400, 400))
+                frames.append(frame.quantize(64))
+                for _ in range(skip):
+                    if not done:
+                        obs, _, terminated, truncated, _ = env.step(act(obs))
+                        done = terminated or truncated
+    except Exception as error:  # what cannot be drawn must not cost the run its other results
+        print(f"no GIF, since {env_id} cannot be drawn here: {first_line(error)}", file=sys.stderr)
+        return
+    image = io.BytesIO()
+    frames[0].save(image, "GIF", save_all=True, append_images=frames[1:],
+                   duration=1000 * skip / fps, loop=0)
+    write_whole(path, image.getvalue())
 
 
 def preset_name(env_id: str) -> str | None:
