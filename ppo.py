@@ -2,6 +2,7 @@
 
     python ppo.py --env-id LunarLander-v2          # train, evaluate, save the model and a GIF of it
     python ppo.py --evaluate runs/RUN/best.pt      # play a saved model
+    torchrun --nproc-per-node=2 ppo.py             # the same training, shared out to two processes
 
 One iteration: every environment takes `num_steps` steps with the current policy; generalised
 advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) says how much better each
@@ -52,7 +53,7 @@ import torch
 import tyro
 import wandb
 from PIL import Image
-from torch import nn
+from torch import distributed, nn
 from tqdm import tqdm
 
 SCRIPT = "ppo"
@@ -111,7 +112,7 @@ class Args:
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # offline needs no account
     wandb_project: str = "single-file-rl"  # W&B project
     # algorithm
-    num_envs: int = 32  # parallel environments
+    num_envs: int = 32  # parallel environments, shared out to the ranks under torchrun
     num_steps: int = 128  # steps of each environment per iteration
     num_minibatches: int = 8  # gradient steps per epoch
     update_epochs: int = 6  # passes over each rollout
@@ -642,6 +643,74 @@ def normalize(advantages):
     return (shifted - shifted.mean()) / (shifted.std(correction=0) + 1e-8)
 
 
+# ----------------------------------------------------------------------------------- data parallel
+# Under torchrun each rank steps its share of the environments and learns from its share of each
+# minibatch. What crosses ranks, gradients and a few statistics, makes this the same computation as
+# one process with all environments. Without torchrun the functions give back what they get.
+
+
+@contextlib.contextmanager
+def process_group(device):
+    """Connects the ranks for as long as the block runs."""
+    if not distributed.is_torchelastic_launched():
+        yield
+        return
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    if not distributed.is_torchelastic_launched():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def exchange(collective, *tensors):
+    """A collective operation; when another rank is gone, this one says so and ends as well."""
+    try:
+        collective(*tensors)
+    except RuntimeError as error:
+        raise TrainingError(f"another rank was lost: {first_line(error)}") from None
+
+
+def gather(rows):
+    """The rows of all ranks: [n, ...] -> [ranks * n, ...]."""
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(ranks)]
+    exchange(distributed.all_gather, gathered, rows.contiguous())
+    return torch.cat(gathered)
+
+
+def gather_episodes(episodes, stopped):
+    """The episodes that ended on any rank, and whether any was told to stop: all stop together."""
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return episodes, bool(stopped)
+    gathered = [None] * ranks
+    exchange(distributed.all_gather_object, gathered, (episodes, bool(stopped)))
+    episodes = [episode for own, _ in gathered for episode in own]
+    return episodes, any(stop for _, stop in gathered)
+
+
+def average_gradients(parameters):
+    """Replaces gradients by their mean over ranks, in one message."""
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return
+    grads = [parameter.grad for parameter in parameters]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    exchange(distributed.all_reduce, flat)
+    sizes = [grad.numel() for grad in grads]
+    for grad, mean in zip(grads, (flat / ranks).split(sizes)):
+        grad.copy_(mean.view_as(grad))
+
+
 # ------------------------------------------------------------------------------ collect and update
 
 
@@ -734,10 +803,9 @@ def prepare_batch(agent: Agent, rollout: Rollout, rewards, exploration, args: Ar
 
 def minibatch_losses(agent: Agent, minibatch: Batch, args: Args):
     """What one gradient step minimises, and [5] its parts: policy, value, entropy, KL, clipfrac."""
-    advantages = normalize(minibatch.advantages) if args.norm_adv else minibatch.advantages
     log_probs, entropy = agent.actor.log_prob_and_entropy(minibatch.obs, minibatch.actions)
     policy_loss, approx_kl, clipfrac = ppo_policy_loss(
-        log_probs, minibatch.log_probs, advantages, args.clip_coef
+        log_probs, minibatch.log_probs, minibatch.advantages, args.clip_coef
     )
     critic_loss = value_loss(
         agent.value(minibatch.obs), minibatch.values, minibatch.targets,
@@ -751,34 +819,39 @@ def minibatch_losses(agent: Agent, minibatch: Batch, args: Args):
 def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     """Epochs of minibatch gradient steps on one rollout; returns means over all minibatches."""
     losses = torch.compile(minibatch_losses) if args.compile else minibatch_losses
+    rank, ranks = rank_and_ranks()
     rows = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs), device=batch.obs.device)
         # Sizes differ by at most one: a stub of a minibatch would make one wild step
         shuffled = (field[order].tensor_split(args.num_minibatches) for field in batch)
         for minibatch in map(Batch._make, zip(*shuffled)):
+            if args.norm_adv:
+                advantages = normalize(gather(minibatch.advantages))
+                minibatch = minibatch._replace(advantages=advantages.tensor_split(ranks)[rank])
             optimizer.zero_grad()
             loss, parts = losses(agent, minibatch, args)
             loss.backward()
+            average_gradients(agent.parameters())
             norms = [
                 nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
                 for network in (agent.actor, agent.critic)
             ]
             rows.append(torch.cat([parts.detach(), torch.stack(norms)]))
             optimizer.step()
-        epoch_kl = torch.stack(rows[-args.num_minibatches :])[:, 3].mean()
+        epoch_kl = gather(torch.stack(rows[-args.num_minibatches :]))[:, 3].mean()
         if args.target_kl is not None and epoch_kl > args.target_kl:
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     names += ["actor_grad_norm", "critic_grad_norm"]
-    metrics = {
-        f"losses/{name}": value for name, value in zip(names, torch.stack(rows).mean(0).tolist())
-    }
+    means = gather(torch.stack(rows)).mean(0).tolist()
+    metrics = {f"losses/{name}": value for name, value in zip(names, means)}
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise TrainingError(f"non-finite {name}; the last checkpoint is untouched")
-    unexplained = (batch.targets - batch.values).var(correction=0)
-    spread = batch.targets.var(correction=0)  # zero: NaN, there is nothing to explain
+    targets, values = gather(batch.targets), gather(batch.values)
+    unexplained = (targets - values).var(correction=0)
+    spread = targets.var(correction=0)  # zero: NaN, there is nothing to explain
     explained_variance = 1 - unexplained / spread
     return {**metrics, "losses/explained_variance": explained_variance.item()}
 
@@ -792,19 +865,27 @@ def choose_device(name: str, pixels: bool) -> torch.device:
     """auto is the CPU for vectors, where small networks are faster, and a GPU for pixels."""
     if name == "auto":
         name = "cuda" if pixels and torch.cuda.is_available() else "cpu"
+    if name == "cuda":  # each rank of a machine takes a GPU of its own
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {first_line(error)}") from None
-    if device.type == "cpu" and not pixels:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu" and not pixels:
         torch.set_num_threads(1)  # more threads make small networks slower, not faster
     return device
 
 
-def start_envs(args: Args, seed_words: list[int], num_envs: int) -> VectorEnv:
-    workers = os.cpu_count() - 1 if args.num_workers is None else args.num_workers
+def start_envs(args: Args, seed_words: list[int], num_envs: int, rank=0, ranks=1) -> VectorEnv:
+    """This rank's share of num_envs environments."""
+    workers = args.num_workers
+    if workers is None:  # the cores that this and the other ranks of the machine leave free
+        workers = max(0, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1)
     seeds = np.random.SeedSequence(seed_words).generate_state(num_envs)
+    seeds = np.array_split(seeds, ranks)[rank]
     return VectorEnv(functools.partial(make_env, args.env_id), seeds, workers)
 
 
@@ -833,6 +914,12 @@ def train(args: Args) -> dict:
     global_step = resumed["progress"]["global_step"] if resumed else 0
     if global_step >= args.total_timesteps:
         raise UsageError(f"{args.resume} has made {global_step} steps; raise --total-timesteps")
+    rank, ranks = rank_and_ranks()
+    if args.num_envs % ranks or args.num_minibatches > args.batch_size // ranks:
+        raise UsageError(
+            f"--num-envs {args.num_envs} must be a multiple of the {ranks} processes of torchrun, "
+            f"with a sample of each process for each of --num-minibatches {args.num_minibatches}"
+        )
     planned_steps = args.num_iterations * args.batch_size
     rates = args.actor_lr, args.critic_lr
     if args.learning_rate is not None:
@@ -849,15 +936,20 @@ def train(args: Args) -> dict:
         restore(agent, resumed, args.resume)
         optimizer.load_state_dict(resumed["optimizer"])
         torch.set_rng_state(resumed["rng"])
+    if rank > 0:  # the same weights, other actions
+        torch.manual_seed(int(torch.randint(2**62, ())) + rank)
     if args.compile:  # in place, so that checkpoints keep plain names
         agent.actor.network.compile()
         agent.critic.compile()
-    discounted = torch.zeros(args.num_envs, device=device)
+    discounted = torch.zeros(args.num_envs // ranks, device=device)
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
     with (
-        contextlib.closing(start_envs(args, seed_words, args.num_envs)) as envs,
-        Run(args, planned_steps, envs.reward_threshold, resumed) as run,
+        contextlib.closing(start_envs(args, seed_words, args.num_envs, rank, ranks)) as envs,
+        process_group(device),  # after the workers were forked, which must not inherit it
+        contextlib.nullcontext() if rank else Run(
+            args, planned_steps, envs.reward_threshold, resumed
+        ) as run,
     ):
         with stop_signals() as stopped:
             for iteration in range(global_step // args.batch_size, args.num_iterations):
@@ -872,6 +964,7 @@ def train(args: Args) -> dict:
 
                 # collect
                 rollout, episodes = collect(agent, envs, args.num_steps, exploration, device)
+                episodes, stopping = gather_episodes(episodes, stopped)
                 global_step += args.batch_size
 
                 # advantages
@@ -879,29 +972,32 @@ def train(args: Args) -> dict:
                 if args.norm_reward:
                     done = rollout.done
                     sums, discounted = discounted_sums(rewards, done, discounted, args.gamma)
-                    agent.return_stats.update(sums)
+                    agent.return_stats.update(gather(sums))
                     rewards = (rewards / (agent.return_stats.var + 1e-8).sqrt()).clamp(-10, 10)
                 batch = prepare_batch(agent, rollout, rewards, exploration, args)
 
                 # update; the observations' statistics follow it, so that the ratio begins at one
                 metrics = update(agent, optimizer, batch, args)
                 if agent.obs_stats is not None:
-                    agent.obs_stats.update(rollout.obs[:-1])
+                    agent.obs_stats.update(gather(rollout.obs[:-1]))
 
-                # log
-                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-                run.log(global_step, episodes, metrics)
-
-                # save
-                final = bool(stopped) or iteration == args.num_iterations - 1
-                if final or iteration % args.save_every == 0:
+                # log and save: the first rank speaks for all
+                final = stopping or iteration == args.num_iterations - 1
+                if rank == 0:
+                    metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                    run.log(global_step, episodes, metrics)
+                if rank == 0 and (final or iteration % args.save_every == 0):
                     run.save({
                         "agent": agent.state_dict(), "optimizer": optimizer.state_dict(),
                         "rng": torch.get_rng_state(),
                     }, final)
-                if stopped and final:  # a signal between the two waits for the next save
-                    print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
-                    raise SystemExit(128 + stopped[0])
+                if stopping:
+                    break
+        if rank > 0:
+            return {}
+        if stopping or stopped:
+            print(f"stopped; --resume {run.folder / 'last.pt'} continues", file=sys.stderr)
+            raise SystemExit(128 + (stopped or [signal.SIGTERM])[0])
 
         # evaluate
         run.bar.close()
