@@ -73,6 +73,7 @@ from torch import nn
 from tqdm import tqdm
 
 SCRIPT = "dreamer_actor_loss"
+BEST_OF = 10  # best.pt holds the model with the best mean of this many training episodes
 
 SIZE_NAMES = ("deter", "hidden", "stoch", "classes", "units", "layers", "blocks")
 SIZES = {  # 1m and up are the official ones
@@ -106,7 +107,7 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps; auto is the CPU, which is faster for small networks
     runs_dir: str = "runs"  # where the run's folder is created
     log_every: int = 250  # environment steps between two rows of metrics
-    save_every: int = 10  # rows between two checkpoints
+    save_every: int = 2  # rows between two checkpoints
     eval_episodes: int = 20  # episodes of the evaluation
     deterministic: bool = True  # evaluate the most likely action instead of a sampled one
     evaluate: str | None = None  # play this checkpoint instead of training
@@ -1169,12 +1170,11 @@ class Run:
         return float(np.mean(recent)) if recent else math.nan
 
     def save(self, state: dict, final: bool):
-        """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
-        mean, best = self.return_mean(), self.progress["best_mean"]
-        full = len(self.progress["recent_returns"]) == 100
-        improved = full and (best is None or mean >= best)
+        """Writes last.pt, and best.pt when the last BEST_OF training episodes were the best."""
+        recent, best = self.progress["recent_returns"][-BEST_OF:], self.progress["best_mean"]
+        improved = len(recent) == BEST_OF and (best is None or np.mean(recent) >= best)
         if improved:
-            self.progress["best_mean"] = mean
+            self.progress["best_mean"] = float(np.mean(recent))
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
                  "wandb_id": self.wandb and self.wandb.id, **state}
         buffer = io.BytesIO()
@@ -1191,7 +1191,7 @@ class Run:
             "global_step": progress["global_step"],
             "seconds": time.perf_counter() - self.process_start, "sps": self.sps,
             "return_mean_100": self.return_mean() if progress["recent_returns"] else None,
-            "best_return_mean_100": progress["best_mean"], **evaluation,
+            "best_return_mean": progress["best_mean"], **evaluation,
             "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
                          "gymnasium": gym.__version__, "numpy": np.__version__},

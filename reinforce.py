@@ -59,6 +59,7 @@ from torch import nn
 from tqdm import tqdm
 
 SCRIPT = "reinforce"
+BEST_OF = 100  # best.pt holds the model with the best mean of this many training episodes
 
 # What trains well where; anything given on the command line wins over it.
 PRESETS = {
@@ -607,12 +608,11 @@ class Run:
         return float(np.mean(recent)) if recent else math.nan
 
     def save(self, state: dict, final: bool):
-        """Writes last.pt, and best.pt when the last 100 training episodes were the best so far."""
-        mean, best = self.return_mean(), self.progress["best_mean"]
-        full = len(self.progress["recent_returns"]) == 100
-        improved = full and (best is None or mean >= best)
+        """Writes last.pt, and best.pt when the last BEST_OF training episodes were the best."""
+        recent, best = self.progress["recent_returns"][-BEST_OF:], self.progress["best_mean"]
+        improved = len(recent) == BEST_OF and (best is None or np.mean(recent) >= best)
         if improved:
-            self.progress["best_mean"] = mean
+            self.progress["best_mean"] = float(np.mean(recent))
         state = {"script": SCRIPT, "args": self.config, "progress": self.progress,
                  "wandb_id": self.wandb and self.wandb.id, **state}
         buffer = io.BytesIO()
@@ -629,7 +629,7 @@ class Run:
             "global_step": progress["global_step"],
             "seconds": time.perf_counter() - self.process_start, "sps": self.sps,
             "return_mean_100": self.return_mean() if progress["recent_returns"] else None,
-            "best_return_mean_100": progress["best_mean"], **evaluation,
+            "best_return_mean": progress["best_mean"], **evaluation,
             "solved_step": progress["solved_step"], "solved_seconds": progress["solved_seconds"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
                          "gymnasium": gym.__version__, "numpy": np.__version__},

@@ -259,7 +259,7 @@ FILES = {
     "learning_curve.png",
 }  # fmt: skip
 SUMMARY = {
-    "env_id", "seed", "global_step", "seconds", "sps", "return_mean_100", "best_return_mean_100",
+    "env_id", "seed", "global_step", "seconds", "sps", "return_mean_100", "best_return_mean",
     "eval_return_mean", "eval_return_std", "eval_episodes", "solved_step", "solved_seconds",
     "versions",
 }  # fmt: skip
@@ -330,6 +330,28 @@ def test_summary_arguments_and_rows_agree(script, real_run):
     assert rows[-1]["charts/return_mean_100"] == pytest.approx(summary["return_mean_100"])
     for name in ("last.pt", "best.pt"):
         assert load(folder / name)["script"] == script
+
+
+@every_script
+def test_best_is_the_checkpoint_with_the_best_mean_of_the_latest_episodes(script, tmp_path):
+    module = importlib.import_module(script)
+    assert (10 if script == "dreamer_actor_loss" else 100) == module.BEST_OF
+    args = module.Args(runs_dir=str(tmp_path), wandb_mode="disabled")
+    with module.Run(args, 100, None, None) as run:
+        best = run.folder / "best.pt"
+
+        def saved_as_best(step, *returns):
+            run.log(step, [(value, 1) for value in returns], {})
+            run.save({"agent": step}, final=False)
+            return best.exists() and load(best)["agent"] == step and load(best)["progress"]
+
+        assert not saved_as_best(1, *[5.0] * (module.BEST_OF - 1))  # too few to tell
+        assert saved_as_best(2, 5.0)["best_mean"] == 5
+        assert not saved_as_best(3, 4.9)
+        assert not saved_as_best(4, *[4.9] * 30)
+        assert saved_as_best(5, *[6.0] * module.BEST_OF)["best_mean"] == 6
+        assert saved_as_best(6, 6.0)  # as good, and trained for longer
+    assert load(run.folder / "last.pt")["agent"] == 6
 
 
 @every_script

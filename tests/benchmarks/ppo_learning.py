@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
-    "solved_step", "solved_seconds", "return_mean_100", "best_return_mean_100",
+    "solved_step", "solved_seconds", "return_mean_100", "best_return_mean",
     "eval_return_mean", "eval_return_std", "eval_episodes", "sps", "seconds",
 ]  # fmt: skip
 
