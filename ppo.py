@@ -1301,6 +1301,8 @@ def stop_signals():
 def record_gif(env_id: str, seed: int, act, path: Path):
     """Plays one episode with act(obs) -> action and writes it to path, at the speed it ran."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw without looking for a screen
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")
     frames, done = [], False
     try:
         with contextlib.closing(make_env(env_id, render_mode="rgb_array")) as env:

@@ -514,3 +514,48 @@ def test_resume_from_inside_the_folder_and_from_a_copy(script, tmp_path):
     run(script, arguments, moved)
     assert {path.name for path in moved.iterdir()} == FILES | {"wandb"}
     assert [row["global_step"] for row in read_rows(moved)] == [256 + ROW, 384]
+
+
+# ------------------------------------------------------------------------------- every preset works
+
+PRESET_ENVS = {
+    "ppo": {
+        "CartPole": "CartPole-v1", "Acrobot": "Acrobot-v1", "MountainCar": "MountainCar-v0",
+        "MountainCarContinuous": "MountainCarContinuous-v0", "Pendulum": "Pendulum-v1",
+        "LunarLander": "LunarLander-v3", "LunarLanderContinuous": "LunarLanderContinuous-v3",
+        "BipedalWalker": "BipedalWalker-v3", "MuJoCo": "Hopper-v5", "Atari": "ALE/Pong-v5",
+    },
+    "dreamer_actor_loss": {
+        "CartPole": "CartPole-v1", "Pendulum": "Pendulum-v1", "LunarLander": "LunarLander-v3",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [(script, name) for script in PRESET_ENVS for name in PRESET_ENVS[script]]
+)
+def test_a_preset_trains_for_an_iteration_and_is_named(script, name, tmp_path):
+    """With all of the preset's settings: two iterations, so that a second one sees their effect."""
+    module = importlib.import_module(script)
+    env_id = PRESET_ENVS[script][name]
+    args = module.parse_args(["--env-id", env_id])
+    steps = 600 if script == "dreamer_actor_loss" else args.batch_size + 1
+    few = f"--total-timesteps {steps} --eval-episodes 1 --wandb-mode disabled"
+    if name == "Atari":
+        few += " --num-steps 16 --no-deterministic"  # greedy, the untrained one waits for ever
+    done = run(script, ["--env-id", env_id, *few.split()], tmp_path)
+    assert f"{env_id} (preset {name}), seed 1" in done.err
+    folder = run_folder(tmp_path)
+    used = json.loads((folder / "args.json").read_text())
+    shortened = {"total_timesteps", "num_steps", "eval_episodes"}
+    kept = {key: value for key, value in module.PRESETS[name].items() if key not in shortened}
+    assert {key: used[key] for key in kept} == kept
+    assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] is not None
+    drawn = (folder / "episode.gif").exists()
+    assert drawn or (name == "MuJoCo" and "cannot be drawn here" in done.err)  # it wants OpenGL
+    assert read_rows(folder)[-1]["global_step"] >= steps
+
+
+@pytest.mark.parametrize("script", PRESET_ENVS)
+def test_every_preset_is_tried(script):
+    assert set(PRESET_ENVS[script]) == set(importlib.import_module(script).PRESETS)

@@ -7,14 +7,18 @@ starts with the process. The last line of the output is one JSON object; its tim
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import deque
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small networks: more threads are slower
+ATARI = any(word.startswith("ALE/") for word in sys.argv)
+if not ATARI:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small networks: more threads are slower
 
 import gymnasium as gym
 import numpy as np
@@ -34,6 +38,12 @@ ZOO = {
         total_timesteps=100_000,
         options=dict(n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8),
         linear=dict(learning_rate=0.001, clip_range=0.2),
+    ),
+    "ALE/Pong-v5": dict(
+        num_envs=8,
+        total_timesteps=10_000_000,
+        options=dict(n_steps=128, batch_size=256, n_epochs=4, ent_coef=0.01),
+        linear=dict(learning_rate=2.5e-4, clip_range=0.1),
     ),
 }
 
@@ -72,9 +82,11 @@ def train_sb3(env_id, seed, progress: Progress, num_workers=0, algorithm="sb3") 
         import torch
         from stable_baselines3 import PPO
 
-        torch.set_num_threads(1)
+        if not ATARI:
+            torch.set_num_threads(1)
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack
 
     class Watch(BaseCallback):
         def _on_training_start(self):
@@ -85,11 +97,18 @@ def train_sb3(env_id, seed, progress: Progress, num_workers=0, algorithm="sb3") 
             return progress.add(finished, self.num_timesteps)
 
     zoo = ZOO[env_id]
-    envs = make_vec_env(env_id, n_envs=zoo["num_envs"], seed=seed)
+    if ATARI:
+        importlib.import_module("ale_py")
+        options = dict(frameskip=1, repeat_action_probability=0.0)  # the wrapper skips
+        envs = make_atari_env(env_id, n_envs=zoo["num_envs"], seed=seed, env_kwargs=options)
+        envs = VecFrameStack(envs, 4)
+    else:
+        envs = make_vec_env(env_id, n_envs=zoo["num_envs"], seed=seed)
     # The schedule is the zoo's whole training, whatever the limit here.
     total_timesteps = max(zoo["total_timesteps"], progress.limit)
     linear = {name: lambda left, start=start: left * start for name, start in zoo["linear"].items()}
-    model = PPO("MlpPolicy", envs, seed=seed, device="cpu", **zoo["options"], **linear)
+    policy, options = "CnnPolicy" if ATARI else "MlpPolicy", {**zoo["options"], **linear}
+    model = PPO(policy, envs, seed=seed, device="cpu", **options)
     model.learn(total_timesteps, callback=Watch())
     envs.close()
     return model.num_timesteps
@@ -238,7 +257,7 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="for puffer and sample-factory")
     args = parser.parse_args()
     train, packages = PEERS[args.peer]
-    threshold = gym.spec(args.env_id).reward_threshold
+    threshold = float("inf") if ATARI else gym.spec(args.env_id).reward_threshold
     progress = Progress(threshold, args.limit, args.stop_when_solved)
     global_step = train(args.env_id, args.seed, progress, args.workers)
     result = dict(progress.result, global_step=global_step)
