@@ -41,6 +41,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -1027,7 +1028,7 @@ def trial_class():
         """A run of this script in a process of its own; Ray gets to see the rows that it writes.
 
         Its files are all its state: a second attempt first reports the rows of the earlier one, so
-        that the scheduler decides as it did, and then resumes the run if it was not over.
+        that the scheduler knows what it knew, and then resumes the run if it was not over.
         """
 
         def setup(self, config):
@@ -1057,8 +1058,9 @@ def trial_class():
             else:
                 self.start(rows)
             if code and "done" in report:
-                lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
-                report["error"] = lines[-1] if lines else f"exit code {code}"
+                text = (self.folder / "output.txt").read_text(errors="replace")
+                lines = text.rstrip().splitlines()
+                report["error"] = lines[-1] if lines and code > 0 else f"exit code {code}"
             for row in rows:
                 mean = row.get("charts/return_mean_100")  # None before an episode has ended
                 if row["global_step"] <= self.global_step and mean is not None:
@@ -1117,10 +1119,12 @@ def ray_session(args: Args, folder: Path):
         "include_dashboard": False, "_temp_dir": temporary,
     }
     try:
+        if host := re.fullmatch(r"(?:ray://)?(.+):(\d+)", args.ray_address or ""):
+            socket.create_connection(host.groups(), 10).close()  # Ray itself would try for minutes
         ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **local)
         signal.signal(signal.SIGTERM, stop)
         yield
-    except ConnectionError as error:
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:
         raise UsageError(f"--ray-address {args.ray_address}: {first_line(error)}") from None
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
@@ -1219,17 +1223,17 @@ def tune(args: Args) -> dict:
     )
     with ray_session(args, folder):
         results = run_trials(args, folder, trials, scheduler)
-        # The winner is among those that made all steps: a stopped one never showed its end
         rows = [
             {"trial": name, **results[name], **{key: getattr(trial, key) for key in SEARCH}}
             for name, trial in trials.items()
         ]
-        rows.sort(key=lambda row: (
+        rows.sort(key=lambda row: (  # a stopped one may not win: it never showed its end
             row["status"] != "finished", math.inf if row["return"] is None else -row["return"]
         ))
         winner = rows[0]["trial"]
         if rows[0]["status"] != "finished":
-            raise TrainingError(f"no trial finished; {winner}: {rows[0]['error']}")
+            errors = [f"{row['trial']}: {row['error']}" for row in rows if row["error"]]
+            raise TrainingError(f"no trial finished; {errors[0] if errors else 'all were stopped'}")
         reruns = {
             f"{winner}-seed-{seed}": dataclasses.replace(trials[winner], seed=seed)
             for seed in range(args.seed + 1, args.seed + 4)
