@@ -27,6 +27,7 @@ START = time.perf_counter()  # before the slow imports, so that a run can tell i
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -38,8 +39,13 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from dataclasses import dataclass
@@ -110,6 +116,9 @@ class Args:
     deterministic: bool = True  # evaluate the most likely action instead of a sampled one
     evaluate: str | None = None  # play this checkpoint instead of training
     resume: str | None = None  # continue the run of this checkpoint
+    tune_samples: int | None = None  # search hyperparameters with this many trials, by Ray Tune
+    tune_workers: int | None = None  # trials at once; default as many as there are cores
+    ray_address: str | None = None  # an existing Ray cluster; default this machine
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # offline needs no account
     wandb_project: str = "single-file-rl"  # W&B project
     # algorithm
@@ -149,7 +158,7 @@ class Args:
     def __post_init__(self):
         for names, low, high in (
             ("total_timesteps num_envs num_steps num_minibatches update_epochs", 1, math.inf),
-            ("save_every eval_episodes hidden_sizes", 1, math.inf),
+            ("save_every eval_episodes hidden_sizes tune_samples tune_workers", 1, math.inf),
             ("num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
@@ -161,6 +170,8 @@ class Args:
                 for number in value if isinstance(value, tuple) else [value]:
                     if number is not None and not low <= number <= high:
                         raise UsageError(f"{option} {number} must be between {low} and {high}")
+        if self.tune_samples and (self.resume or self.evaluate):
+            raise UsageError("--tune-samples starts new runs: neither --resume nor --evaluate")
         if self.num_minibatches > self.batch_size:
             raise UsageError(
                 f"--num-minibatches {self.num_minibatches} exceeds the {self.batch_size} samples "
@@ -910,6 +921,8 @@ def restore(agent: nn.Module, checkpoint: dict, path: str):
 
 def train(args: Args) -> dict:
     """Trains, saves and evaluates as args say; returns what summary.json holds."""
+    if args.tune_samples:
+        return tune(args)  # which trains in processes of their own
     args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
     resumed = load_checkpoint(args.resume) if args.resume else None
     global_step = resumed["progress"]["global_step"] if resumed else 0
@@ -1063,6 +1076,326 @@ def evaluate_checkpoint(args: Args):
     gif = Path(path).with_name("evaluation.gif")
     _, sentence = evaluate_and_record(agent, args, gif)
     print(f"{sentence}\nGIF: {gif}")
+
+
+# ------------------------------------------------------------------------------------------ tuning
+
+SEARCH = {  # what --tune-samples draws, each from a number that is uniform between 0 and 1
+    "actor_lr": lambda u: 3e-4 * 30**u,  # log-uniform from 3e-4 to 9e-3
+    "critic_lr": lambda u: 5e-4 * 40**u,  # log-uniform from 5e-4 to 2e-2
+    "clip_coef": lambda u: 0.1 + 0.3 * u,
+    "gae_lambda": lambda u: 1 - 0.2 * 0.05**u,  # 0.8 to 0.99, log-uniform in 1 - gae_lambda
+    "gamma": lambda u: 1 - 0.05 * 0.02**u,  # 0.95 to 0.999, log-uniform in 1 - gamma
+}
+
+
+def draw_trials(args: Args) -> dict[str, Args]:
+    """Trials by name; what one of them is does not depend on how many there are."""
+    single = dataclasses.replace(
+        args, learning_rate=None, tune_samples=None, tune_workers=None, ray_address=None
+    )
+    trials = {}
+    for number in range(1, args.tune_samples + 1):
+        rng = np.random.default_rng([args.seed, number])
+        drawn = {name: float(f"{draw(rng.random()):.4g}") for name, draw in SEARCH.items()}
+        trials[f"trial-{number:03d}"] = dataclasses.replace(single, **drawn)
+    return trials
+
+
+def as_options(args: Args) -> list[str]:
+    """The options from which parse_args makes args: those that differ from the preset's."""
+    options = ["--env-id", args.env_id]
+    defaults = parse_args(options)
+    for field in dataclasses.fields(Args):
+        value, name = getattr(args, field.name), field.name.replace("_", "-")
+        if value == getattr(defaults, field.name):
+            continue
+        if isinstance(value, bool):
+            options.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            options += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return options
+
+
+def trial_class():
+    """What Ray runs; inside a function, since Ray is needed for nothing else."""
+    from ray.tune import Trainable
+
+    class Trial(Trainable):
+        """A run of this script in a process of its own; Ray gets to see the rows that it writes.
+
+        Its files are all its state: a second attempt first reports the rows of the earlier one, so
+        that the scheduler knows what it knew, and then resumes the run if it was not over.
+        """
+
+        def setup(self, config):
+            self.task, self.folder = config["task"], Path(config["task"]["folder"])
+            self.process, self.global_step = None, 0
+
+        def reset_config(self, config):  # the next trial, in the same worker
+            self.cleanup()
+            self.setup(config)
+            return True
+
+        def step(self):
+            """Reports each percent of the run, and now and then that there is nothing new."""
+            over = any(self.folder.glob("*/summary.json"))  # perhaps since an earlier attempt
+            code = self.process.poll() if self.process else 0 if over else None
+            rows = self.rows()  # read after the code, so that none is missing at the end
+            due = self.global_step + self.task["total_timesteps"] / 100
+            due = [row["global_step"] for row in rows if row["global_step"] >= due]
+            report = {"status": "stopped"}  # which it will have been if this report is the last
+            if due:
+                self.global_step = due[0]
+            elif code is not None:
+                self.global_step = rows[-1]["global_step"] if rows else 0
+                report = {"status": "failed" if code else "finished", "done": True}
+            elif self.process:
+                time.sleep(0.3)
+            else:
+                self.start(rows)
+            if code and "done" in report:
+                text = (self.folder / "output.txt").read_text(errors="replace")
+                lines = text.rstrip().splitlines()
+                report["error"] = lines[-1] if lines and code > 0 else f"exit code {code}"
+            for row in rows:
+                mean = row.get("charts/return_mean_100")  # None before an episode has ended
+                if row["global_step"] <= self.global_step and mean is not None:
+                    report["return"] = mean
+            return report | {"global_step": self.global_step}
+
+        def rows(self):
+            text = "".join(path.read_text() for path in self.folder.glob("*/metrics.jsonl"))
+            return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+
+        def start(self, rows):
+            last, options = next(self.folder.glob("*/last.pt"), None), self.task["options"]
+            if last and rows and rows[-1]["global_step"] < self.task["total_timesteps"]:
+                options = ["--resume", str(last)]
+            else:  # new, or interrupted before the first checkpoint or after the last one
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            die_with_parent = None
+            if sys.platform == "linux":  # PR_SET_PDEATHSIG, as Ray does for its own processes;
+                # elsewhere a trial whose Ray worker was killed runs to its end
+                die_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
+            with (self.folder / "output.txt").open("ab") as output:
+                self.process = subprocess.Popen(
+                    [*self.task["command"], *options], env=os.environ | self.task["env"],
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    preexec_fn=die_with_parent,
+                )
+
+        def cleanup(self):
+            if self.process:
+                self.process.terminate()  # it saves and closes W&B
+                self.process.wait()
+
+    return Trial
+
+
+@contextlib.contextmanager
+def ray_session(args: Args, folder: Path):
+    """Ray on this machine or a cluster, quiet; no process or file of it stays, however it ends."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0")
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
+    os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"  # no return before an episode has ended
+    import ray
+
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    terminated = []
+
+    def stop(signum, frame):
+        terminated.append(signum)
+        signal.raise_signal(signal.SIGINT)  # on which Tune lets its trials save and end
+
+    # Short, as it becomes part of the paths of sockets
+    temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    local = {} if args.ray_address else {
+        "num_cpus": args.tune_workers, "object_store_memory": 100 * 2**20,
+        "include_dashboard": False, "_temp_dir": temporary,
+    }
+    try:
+        if host := re.fullmatch(r"(?:ray://)?(.+):(\d+)", args.ray_address or ""):
+            socket.create_connection(host.groups(), 10).close()  # Ray itself would try for minutes
+        ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **local)
+        signal.signal(signal.SIGTERM, stop)
+        yield
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:
+        raise UsageError(f"--ray-address {args.ray_address}: {first_line(error)}") from None
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        raise SystemExit(143 if terminated else 130) from None
+    finally:
+        ray.shutdown()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        for path in (temporary, folder / "ray"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def run_trials(args: Args, folder: Path, trials: dict[str, Args], scheduler=None) -> dict:
+    """Runs each trial in folder / its name; returns how each one ended, as its last report says."""
+    import ray
+    from ray import tune
+
+    results = {}
+
+    class Report(tune.Callback):
+        def on_trial_complete(self, iteration, trials, trial, **info):
+            died = {"status": "failed", "error": "its Ray worker died"}
+            last = died if trial.status == "ERROR" else trial.last_result
+            result = {key: last.get(key) for key in ("status", "return", "global_step", "error")}
+            results[name := Path(trial.config["task"]["folder"]).name] = result
+            mean = "none" if result["return"] is None else f"{result['return']:.1f}"
+            error = f": {result['error']}" if result["error"] else ""
+            print(f"{name} {result['status']} at step {result['global_step'] or 0:,}, "
+                  f"mean return {mean}{error}", file=sys.stderr)
+
+        on_trial_error = on_trial_complete
+
+    resources = ray.cluster_resources()
+    workers = args.tune_workers or int(resources["CPU"])
+    gpu = math.floor(1000 * min(1, resources.get("GPU", 0) / workers)) / 1000
+    env = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    tasks = [
+        {
+            "folder": str(folder / name), "total_timesteps": args.total_timesteps,
+            "env": env | {"WANDB_RUN_GROUP": folder.name},
+            "command": [sys.executable, str(Path(__file__).resolve())],
+            "options": as_options(dataclasses.replace(
+                trial, runs_dir=str(folder / name), num_workers=args.num_workers or 0
+            )),
+        }
+        for name, trial in trials.items()
+    ]
+    tune.Tuner(
+        tune.with_resources(trial_class(), {"cpu": 1, "gpu": gpu}),
+        param_space={"task": tune.grid_search(tasks)},
+        tune_config=tune.TuneConfig(
+            metric="return", mode="max", scheduler=scheduler, max_concurrent_trials=workers,
+            reuse_actors=True,  # starting one takes seconds
+        ),
+        run_config=tune.RunConfig(
+            name="ray", storage_path=str(folder), verbose=0, callbacks=[Report()],
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have them
+        ),
+    ).fit()
+    if len(results) < len(trials):
+        raise KeyboardInterrupt  # Tune has taken it as a wish to end soon
+    return results
+
+
+def tuning_folder(args: Args) -> Path:
+    """Where the tuning of these options is, or will be: the same command finds what it began."""
+    name = f"{args.env_id}__{SCRIPT}-tune__{args.seed}"
+    folder = Path(args.runs_dir).resolve() / re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+    free = {"runs_dir", "tune_samples", "tune_workers", "ray_address"}  # these may change
+    options = {key: value for key, value in vars(args).items() if key not in free}
+    options, file = json.loads(json.dumps(options)), folder / "args.json"
+    if file.exists() and (before := json.loads(file.read_text())) != options:
+        changed = next(key for key in options if before.get(key) != options[key])
+        raise UsageError(
+            f"{folder} holds a tuning with another --{changed.replace('_', '-')}: "
+            "choose another --runs-dir or --seed, or delete it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(options, indent=2).encode())
+    return folder
+
+
+def tune(args: Args) -> dict:
+    """--tune-samples: searches with Ray Tune, then re-runs the winner on three fresh seeds."""
+    try:
+        from ray.tune.schedulers import ASHAScheduler
+    except ImportError:
+        raise UsageError("--tune-samples needs pip install 'ray[tune]==2.60.0'") from None
+    args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
+    check_wandb(args.wandb_mode, args.wandb_project)
+    build_agent(args)  # what would make every trial fail is said before the first one
+    trials, folder = draw_trials(args), tuning_folder(args)
+    scheduler = ASHAScheduler(  # at 1/8 and 3/8 of the steps, the best third so far goes on
+        "global_step", max_t=args.total_timesteps, grace_period=math.ceil(args.total_timesteps / 8),
+        reduction_factor=3, stop_last_trials=False,  # the evaluation follows the last step
+    )
+    with ray_session(args, folder):
+        results = run_trials(args, folder, trials, scheduler)
+        rows = [
+            {"trial": name, **results[name], **{key: getattr(trial, key) for key in SEARCH}}
+            for name, trial in trials.items()
+        ]
+        rows.sort(key=lambda row: (  # a stopped one may not win: it never showed its end
+            row["status"] != "finished", math.inf if row["return"] is None else -row["return"]
+        ))
+        winner = rows[0]["trial"]
+        if rows[0]["status"] != "finished":
+            errors = [f"{row['trial']}: {row['error']}" for row in rows if row["error"]]
+            raise TrainingError(f"no trial finished; {errors[0] if errors else 'all were stopped'}")
+        reruns = {
+            f"{winner}-seed-{seed}": dataclasses.replace(trials[winner], seed=seed)
+            for seed in range(args.seed + 1, args.seed + 4)
+        }
+        print(f"{winner} is the winner; now on fresh seeds", file=sys.stderr)
+        for name, result in run_trials(args, folder, reruns).items():
+            if result["status"] != "finished":
+                raise TrainingError(f"{name}: {result['error']}")
+    files = [next((folder / name).glob("*/summary.json")) for name in reruns]
+    evaluations = [json.loads(file.read_text()) for file in files]
+    command = shlex.join(["python", f"{SCRIPT}.py", *as_options(trials[winner])])
+    return report_tuning(folder, rows, evaluations, command)
+
+
+def report_tuning(folder: Path, rows: list[dict], evaluations: list[dict], command: str) -> dict:
+    """Prints the table of trials and the winner's evaluations, writes tuning.json and .png."""
+    names = ["trial", "status", "return", "global_step", *SEARCH]
+    table = [names] + [
+        [f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n]) for n in names]
+        for row in rows[:10]
+    ]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+    print(f"{rows[0]['trial']}, the winner, on fresh seeds:")
+    for summary in evaluations:
+        print(f"seed {summary['seed']}: {summary['eval_episodes']} episodes, return "
+              f"{summary['eval_return_mean']:.1f} +- {summary['eval_return_std']:.1f}")
+    means = np.array([summary["eval_return_mean"] for summary in evaluations])
+    print(f"mean of the seeds {means.mean():.1f} +- {means.std():.1f}")
+    result = {"trials": rows, "winner": rows[0]["trial"], "command": command,
+              "evaluations": evaluations}
+    write_whole(folder / "tuning.json", json.dumps(result, indent=2).encode())
+    plot_tuning(folder / "tuning.png", rows)
+    print(f"table and picture: {folder}\n{command}")
+    return result
+
+
+def plot_tuning(path: Path, rows: list[dict]):
+    """Parallel coordinates: a line is a trial, its colour the return, the last axis the legend."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    names = [*SEARCH, "return"]
+    rows = [row for row in rows if row["return"] is not None]
+    values = np.array([[row[name] for name in names] for row in rows])
+    logs = np.array([name.endswith("_lr") for name in names])
+    values[:, logs] = np.log10(values[:, logs])
+    low, high = values.min(0), values.max(0)
+    heights = np.where(high > low, (values - low) / np.where(high > low, high - low, 1), 0.5)
+    axes = Figure(figsize=(9, 4.5), layout="constrained").add_subplot()
+    for line in heights[::-1]:  # the best one last, on top
+        axes.plot(line, color=colormaps["viridis"](line[-1]), alpha=0.8)
+    for x, log in enumerate(logs):
+        axes.axvline(x, color="black", linewidth=0.8)
+        for height in np.linspace(0, 1, 5):
+            value = low[x] + height * (high[x] - low[x])
+            text = f" {10**value if log else value:.3g}"
+            axes.text(x, height, text, fontsize=8, bbox={"color": "white", "alpha": 0.6, "pad": 0})
+    axes.set(title=path.parent.name, yticks=[], xlim=(-0.1, len(names) - 0.5))
+    axes.set_xticks(range(len(names)), names)
+    axes.spines[:].set_visible(False)
+    image = io.BytesIO()
+    axes.figure.savefig(image, format="png", dpi=120)
+    write_whole(path, image.getvalue())
 
 
 # ---------------------------------------------------------------------------------------- plumbing

@@ -1,5 +1,6 @@
 """Every command in README.md's code blocks works. Long ones run shortened."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from tests.processes import ROOT, SCRIPTS, TINY, clean_env, run
 
@@ -86,6 +89,9 @@ def test_command(command, real_run, tmp_path):
         return
     path = ROOT / words[0]
     assert path.is_file(), f"{words[0]} does not exist"
+    if "--tune-samples" in words:  # test_tune.py runs one
+        assert importlib.import_module(path.stem).parse_args(words[1:]).tune_samples
+        return
     if path.stem in SCRIPTS and path.parent == ROOT:
         done = run(path.stem, shortened(path.stem, words[1:], real_run, tmp_path), tmp_path)
         assert done.out
@@ -100,8 +106,6 @@ def test_command(command, real_run, tmp_path):
 
 def test_options_and_files_in_the_text_exist():
     """Whatever README names in backquotes: options, files, scripts."""
-    import importlib
-
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`\n]+)`", text)
     options = {
@@ -114,3 +118,21 @@ def test_options_and_files_in_the_text_exist():
     assert named - options - {"--help"} == set()
     files = {word for word in quoted if re.fullmatch(r"[\w/.-]+\.(py|txt|md)", word)}
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_sweep_makes_arguments_of_the_script():
+    """What W&B's agent makes of the block in README, with the script unchanged."""
+    text = README[README.index("    method: ") :]
+    sweep = yaml.safe_load(text[: text.index("\n\n")])
+    _, script, *options, macro = sweep["command"]
+    assert macro == "${args_no_boolean_flags}"
+    parse_args = importlib.import_module(script.removesuffix(".py")).parse_args
+    for flag in (True, False):
+        drawn = {"actor_lr": {"value": 1e-05}, "norm_obs": {"value": flag},
+                 "no_anneal_lr": {"value": flag}}  # fmt: skip
+        assert drawn.keys() == sweep["parameters"].keys()
+        made = create_sweep_command_args({"args": drawn})["args_no_boolean_flags"]
+        args = parse_args([*options, *made])
+        assert (args.actor_lr, args.norm_obs, args.anneal_lr) == (1e-05, flag, not flag)
+    made = create_sweep_command_args({"args": {"actor_lr": {"value": 0.001}}})["args"]
+    assert made == ["--actor_lr=0.001"] and parse_args(made).actor_lr == 0.001
