@@ -1310,6 +1310,8 @@ def tune(args: Args) -> dict:
         from ray.tune.schedulers import ASHAScheduler
     except ImportError:
         raise UsageError("--tune-samples needs pip install 'ray[tune]==2.60.0'") from None
+    if distributed.is_torchelastic_launched():
+        raise UsageError("--tune-samples starts processes of its own: run it without torchrun")
     args = dataclasses.replace(args, env_id=resolve_env_id(args.env_id))
     check_wandb(args.wandb_mode, args.wandb_project)
     build_agent(args)  # what would make every trial fail is said before the first one
