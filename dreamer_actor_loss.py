@@ -143,6 +143,7 @@ class Args:
     ent_coef: float = 1e-3  # entropy bonus (official: 3e-4)
     policy_unimix: float = 0.01  # uniform part of a discrete policy (official code: 0)
     free_nats: float = 1.0  # KL below which the world model's KL losses stop
+    rec_scale: float = 1.0  # weight of the reconstruction; small observations need more
     dyn_scale: float = 1.0  # weight of KL(sg(posterior) || prior)
     rep_scale: float = 0.1  # weight of KL(posterior || sg(prior))
     replay_value_scale: float = 0.3  # weight of the critic's loss on replayed states
@@ -165,7 +166,7 @@ class Args:
             ("batch_length learning_starts horizon", 1, math.inf),
             ("deter hidden stoch classes units layers blocks", 1, math.inf),
             ("imag_last warmup learning_rate train_ratio ent_coef free_nats", 0, math.inf),
-            ("dyn_scale rep_scale replay_value_scale", 0, math.inf),
+            ("rec_scale dyn_scale rep_scale replay_value_scale", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("gamma lam policy_unimix slow_rate return_rate final_lr_fraction", 0, 1),
         ):
@@ -655,9 +656,10 @@ def world_model_loss(agent, batch, args):
     steps = agent.encoder(symlog(batch["obs"])), batch["prev_action"], batch["is_first"]
     deter, stoch, post = rssm.observe(*steps, batch["deter"], batch["stoch"])
     feat = torch.cat([deter, stoch], -1)
+    reconstruction = (agent.decoder(feat) - symlog(batch["obs"])).square().sum(-1)
     dyn, rep = kl_losses(rssm.latents(post), rssm.latents(rssm.prior(deter)), args.free_nats)
     losses = {
-        "reconstruction": (agent.decoder(feat) - symlog(batch["obs"])).square().sum(-1),
+        "reconstruction": args.rec_scale * reconstruction,
         "reward": twohot_loss(agent.reward(feat), batch["reward"], agent.bins),
         "continue": continue_loss(agent.cont(feat).squeeze(-1), batch["is_terminal"], args.gamma),
         "dyn": args.dyn_scale * dyn,

@@ -712,6 +712,27 @@ def test_one_backward_trains_everything_and_gradient_norms_are_reported():
     assert metrics["actor/policy_grad_norm"] > 0 and metrics["actor/entropy_grad_norm"] > 0
 
 
+def test_the_weights_of_the_world_models_losses():
+    """Each of the options weighs its own loss, and the sum is what is minimised."""
+    agent, args = small_agent(free_nats=0.0)
+    batch, _ = filled_replay(agent).sample(args.batch_size, args.batch_length)
+    weights = {"rec_scale": "reconstruction", "dyn_scale": "dyn", "rep_scale": "rep"}
+
+    def losses(**options):
+        torch.manual_seed(0)
+        options = small_args(free_nats=0.0, **options)
+        loss, _, _, _, metrics = dreamer.world_model_loss(agent, batch, options)
+        assert loss.item() == pytest.approx(sum(metrics.values()).item(), rel=1e-5)
+        return {key.removeprefix("world/"): value.item() for key, value in metrics.items()}
+
+    plain = losses(rec_scale=1.0, dyn_scale=1.0, rep_scale=1.0)
+    assert plain["reconstruction"] > 0 and plain["dyn"] == pytest.approx(plain["rep"], rel=1e-4)
+    assert losses() == pytest.approx({**plain, "rep": 0.1 * plain["rep"]}, rel=1e-5)  # official
+    for option, name in weights.items():
+        scaled = losses(**dict.fromkeys(weights, 1.0) | {option: 3.0})
+        assert scaled == pytest.approx({**plain, name: 3 * plain[name]}, rel=1e-5)
+
+
 def test_imagination_starts_from_every_replayed_state(monkeypatch):
     agent, args = small_agent()
     seen = []
