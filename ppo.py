@@ -80,8 +80,14 @@ PRESETS = {
     "MountainCar": {
         "total_timesteps": 500_000, "num_steps": 256, "norm_obs": True, "ent_coef": 0.01,
     },
-    "MountainCarContinuous": {"total_timesteps": 200_000, "norm_obs": True, "gamma": 0.999},
-    "Pendulum": {"total_timesteps": 300_000, "gamma": 0.95, "gae_lambda": 0.95, "ent_coef": 0.0},
+    # Pushing costs, and only the goal pays, a thousand steps away: it has to outweigh the pushing.
+    "MountainCarContinuous": {
+        "total_timesteps": 200_000, "norm_obs": True, "gamma": 0.9999, "gae_lambda": 0.9,
+    },
+    "Pendulum": {
+        "total_timesteps": 300_000, "update_epochs": 10, "actor_lr": 1e-3, "gamma": 0.9,
+        "gae_lambda": 0.95,
+    },
     "LunarLanderContinuous": {"total_timesteps": 500_000},
     "BipedalWalker": {
         "total_timesteps": 2_000_000, "num_steps": 256, "norm_obs": True, "ent_coef": 0.0,
