@@ -156,6 +156,7 @@ class Args:
     max_grad_norm: float = 0.5  # gradients of each network are clipped to this norm
     target_kl: float | None = None  # end the update early once the policy has moved this far
     compile: bool = False  # torch.compile networks and losses: pays on GPUs and in long runs
+    log_std_init: float = 0.0  # log of a continuous policy's deviation at the start
     hidden_sizes: tuple[int, ...] = (64, 64)  # hidden layers of actor and critic
 
     @property
@@ -175,6 +176,7 @@ class Args:
             ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
             ("gamma gae_lambda exploration_start", 0, 1),
             ("exploration_fraction", 1e-9, 1),
+            ("log_std_init", -5, 2),
         ):
             for name in names.split():
                 value, option = getattr(self, name), "--" + name.replace("_", "-")
@@ -518,9 +520,9 @@ class GaussianActor(nn.Module):
     Samples are stored and scored as drawn; only the environment's wrapper clips them.
     """
 
-    def __init__(self, network: nn.Module, size: int):
+    def __init__(self, network: nn.Module, size: int, log_std_init: float):
         super().__init__()
-        self.network, self.log_std = network, nn.Parameter(torch.zeros(size))
+        self.network, self.log_std = network, nn.Parameter(torch.full((size,), log_std_init))
 
     def noise(self, *shape):
         return torch.randn(*shape, len(self.log_std))
@@ -544,7 +546,9 @@ class GaussianActor(nn.Module):
 class Agent(nn.Module):
     """Actor and critic, separate, and the statistics that scale observations and rewards."""
 
-    def __init__(self, observation_space, action_space, hidden_sizes, norm_obs: bool):
+    def __init__(
+        self, observation_space, action_space, hidden_sizes, norm_obs: bool, log_std_init=0.0
+    ):
         super().__init__()
         shape, self.action_shape = observation_space.shape, action_space.shape
         self.return_stats = RunningMeanStd()
@@ -552,7 +556,8 @@ class Agent(nn.Module):
         first = [self.obs_stats] if norm_obs and len(shape) == 1 else []
         if isinstance(action_space, gym.spaces.Box):
             size = action_space.shape[0]
-            self.actor = GaussianActor(build_network(shape, hidden_sizes, size, 0.01, first), size)
+            network = build_network(shape, hidden_sizes, size, 0.01, first)
+            self.actor = GaussianActor(network, size, log_std_init)
         else:
             multi = isinstance(action_space, gym.spaces.MultiDiscrete)
             nvec = tuple(map(int, action_space.nvec)) if multi else (int(action_space.n),)
@@ -917,7 +922,9 @@ def build_agent(args: Args) -> Agent:
     env.close()
     # The device first: initial weights depend on the number of threads that it sets
     device = choose_device(args.device, is_image(env.observation_space))
-    agent = Agent(env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs)
+    agent = Agent(
+        env.observation_space, env.action_space, args.hidden_sizes, args.norm_obs, args.log_std_init
+    )
     return agent.to(device)
 
 

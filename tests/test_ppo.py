@@ -428,6 +428,15 @@ def test_samples_are_drawn_with_the_probabilities_of_the_logits():
     assert (shares - logits.softmax(-1)).abs().max() < 0.006  # four standard errors
 
 
+def test_the_first_deviation_of_continuous_actions_is_an_option():
+    args = Args(env_id="Pendulum-v1", hidden_sizes=(8,), log_std_init=-1.5)
+    agent, obs = ppo.build_agent(args), torch.zeros(20_000, 3)
+    assert agent.actor.log_std.requires_grad and agent.actor.log_std.tolist() == [-1.5]
+    samples = agent.actor.sample(obs, agent.actor.noise(len(obs)))
+    assert samples.std().item() == pytest.approx(np.exp(-1.5), rel=0.03)
+    assert ppo.build_agent(Args(env_id="Pendulum-v1")).actor.log_std.tolist() == [0]
+
+
 def test_equal_noise_takes_the_most_likely_action():
     logits = torch.randn(100, 4)
     assert torch.equal(sample_categorical(logits, torch.ones(100, 4)), logits.argmax(-1))
