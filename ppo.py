@@ -97,10 +97,11 @@ PRESETS = {
     "BipedalWalker": {
         "total_timesteps": 2_000_000, "num_steps": 256, "norm_obs": True, "ent_coef": 0.0,
     },
+    # Small pushes move a robot; with a first deviation of 1 most actions are at their limits.
     "MuJoCo": {
-        "total_timesteps": 1_000_000, "num_envs": 8, "num_steps": 256, "num_minibatches": 32,
+        "total_timesteps": 1_000_000, "num_envs": 64, "num_steps": 32, "num_minibatches": 32,
         "update_epochs": 10, "norm_obs": True, "actor_lr": 3e-4, "critic_lr": 1e-3,
-        "gamma": 0.99, "gae_lambda": 0.95, "ent_coef": 0.0,
+        "gamma": 0.99, "gae_lambda": 0.95, "ent_coef": 0.0, "log_std_init": -2.0,
     },
     "Atari": {
         "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128, "num_minibatches": 4,
