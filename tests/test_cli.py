@@ -531,6 +531,12 @@ PRESET_ENVS = {
 }  # fmt: skip
 
 
+def draw_nothing():
+    """Minutes of GIFs, which test_pictures_open... looks at."""
+    for script in SCRIPTS:
+        importlib.import_module(script).record_gif = lambda *_: None
+
+
 @pytest.mark.parametrize(
     ("script", "name"), [(script, name) for script in PRESET_ENVS for name in PRESET_ENVS[script]]
 )
@@ -543,7 +549,7 @@ def test_a_preset_trains_for_an_iteration_and_is_named(script, name, tmp_path):
     few = f"--total-timesteps {steps} --eval-episodes 1 --wandb-mode disabled"
     if name == "Atari":
         few += " --num-steps 16 --no-deterministic"  # greedy, the untrained one waits for ever
-    done = run(script, ["--env-id", env_id, *few.split()], tmp_path)
+    done = run(script, ["--env-id", env_id, *few.split()], tmp_path, draw_nothing)
     assert f"{env_id} (preset {name}), seed 1" in done.err
     folder = run_folder(tmp_path)
     used = json.loads((folder / "args.json").read_text())
@@ -551,8 +557,6 @@ def test_a_preset_trains_for_an_iteration_and_is_named(script, name, tmp_path):
     kept = {key: value for key, value in module.PRESETS[name].items() if key not in shortened}
     assert {key: used[key] for key in kept} == kept
     assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] is not None
-    drawn = (folder / "episode.gif").exists()
-    assert drawn or (name == "MuJoCo" and "cannot be drawn here" in done.err)  # it wants OpenGL
     assert read_rows(folder)[-1]["global_step"] >= steps
 
 

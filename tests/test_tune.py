@@ -31,7 +31,7 @@ from tests.test_cli import refused, tree, wandb_records
 
 MARK = "TUNE_TEST_MARK"
 OPTIONS = "--tune-samples 2 --tune-workers 1 --num-workers 0 --wandb-mode offline"
-STEPS = 3_200
+STEPS = 8_000  # long enough to be killed on the way
 COMMAND = tiny("ppo", OPTIONS, total_timesteps=STEPS)
 RERUNS = [f"-seed-{seed}" for seed in (2, 3, 4)]
 
