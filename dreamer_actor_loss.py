@@ -91,8 +91,8 @@ SIZES = {  # 1m and up are the official ones
 PRESETS = {
     "CartPole": {"total_timesteps": 10_000},
     "Pendulum": {"total_timesteps": 8_000},
-    # Many updates of small networks beat fewer of larger ones. Landing takes small velocities,
-    # which the model keeps only if they weigh more, and a decided policy: a small entropy bonus.
+    # Flies, but lands by chance only so far. Landing takes small velocities, which the model keeps
+    # only if they weigh more, and a decided policy: a small entropy bonus.
     "LunarLander": {
         "total_timesteps": 30_000, "num_envs": 4, "train_ratio": 102.4, "rec_scale": 10.0,
         "ent_coef": 3e-4,
