@@ -13,10 +13,12 @@ action was than expected; several epochs of minibatches then raise the clipped s
 
 Details that matter:
 - An episode cut by a time limit has not ended: its last step bootstraps from V(final observation).
-- Actor and critic are separate networks with separate learning rates, both annealed linearly.
+- Actor and critic are separate networks with separate learning rates, both annealed linearly; on
+  images they share a convolutional encoder, which costs more than all the rest.
 - Rewards are divided by the running standard deviation of the discounted return, so that one set of
   learning rates serves environments of any reward scale. Reported returns are raw.
-- Advantages are normalised per minibatch; gradients are clipped by norm, per network.
+- Advantages are normalised per minibatch; gradients are clipped by norm, per network, or all
+  together where networks share the encoder.
 - Only the actor runs while stepping; values and log-probs of a rollout are computed in one batch.
 - Worker processes help to step environments, over shared memory; results do not depend on them.
 """
@@ -24,6 +26,11 @@ Details that matter:
 import time
 
 START = time.perf_counter()  # before the slow imports, so that a run can tell its whole duration
+
+import os
+
+if __name__ == "__main__":  # before torch reads it: its idle threads would spin on the cores that
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # step environments
 
 import argparse
 import contextlib
@@ -36,7 +43,6 @@ import io
 import json
 import math
 import multiprocessing
-import os
 import platform
 import re
 import shlex
@@ -107,9 +113,11 @@ PRESETS = {
         "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128, "num_minibatches": 4,
         "update_epochs": 4, "actor_lr": 2.5e-4, "critic_lr": 2.5e-4, "gamma": 0.99,
         "gae_lambda": 0.95, "clip_coef": 0.1, "ent_coef": 0.01, "clip_reward": True,
-        "norm_reward": False, "save_every": 100, "eval_episodes": 10,
+        "vf_coef": 0.5, "norm_reward": False, "save_every": 100, "eval_episodes": 10,
     },
 }
+# One leg has to find out that hopping pays more than standing still
+PRESETS["Hopper"] = PRESETS["MuJoCo"] | {"log_std_init": 0.0, "gamma": 0.995, "gae_lambda": 0.97}
 MUJOCO = "Ant HalfCheetah Hopper Humanoid HumanoidStandup InvertedDoublePendulum InvertedPendulum"
 MUJOCO = [*MUJOCO.split(), "Pusher", "Reacher", "Swimmer", "Walker2d"]
 
@@ -154,6 +162,7 @@ class Args:
     exploration_start: float = 0.0  # probability of a uniform action at the start of training
     exploration_fraction: float = 0.5  # share of training over which it falls to zero
     ent_coef: float = 0.005  # weight of the entropy bonus
+    vf_coef: float = 1.0  # weight of the critic's loss, for images, where both losses share weights
     max_grad_norm: float = 0.5  # gradients of each network are clipped to this norm
     target_kl: float | None = None  # end the update early once the policy has moved this far
     compile: bool = False  # torch.compile networks and losses: pays on GPUs and in long runs
@@ -172,7 +181,7 @@ class Args:
         for names, low, high in (
             ("total_timesteps num_envs num_steps num_minibatches update_epochs", 1, math.inf),
             ("save_every eval_episodes hidden_sizes tune_samples tune_workers", 1, math.inf),
-            ("num_workers ent_coef actor_lr critic_lr learning_rate", 0, math.inf),
+            ("num_workers ent_coef vf_coef actor_lr critic_lr learning_rate", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("clip_coef max_grad_norm target_kl", 1e-9, math.inf),
             ("gamma gae_lambda exploration_start", 0, 1),
@@ -234,7 +243,9 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     a bounded Box of actions is rescaled to [-1, 1] and clipped there.
     """
     atari = env_id.startswith("ALE/")
-    options = {"frameskip": 1, "repeat_action_probability": 0.0} if atari else {}
+    options = {}
+    if atari:  # the wrapper below skips frames and looks at grey ones
+        options = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "grayscale"}
     if render_mode:  # some environments take no such argument
         options["render_mode"] = render_mode
     try:
@@ -460,27 +471,36 @@ class ScalePixels(nn.Module):
         return images / 255
 
 
-def build_network(obs_shape, hidden_sizes, outputs: int, output_gain: float, first=()) -> nn.Module:
-    """Tanh layers for vectors; for image stacks [C, 84, 84] the network of Mnih et al. 2015.
+def orthogonal(network: nn.Sequential, output_gain: float) -> nn.Sequential:
+    """The network with orthogonal weights, of gain sqrt(2) before the last layer, and zero biases.
 
-    Weights are orthogonal; a small output gain makes the first policy close to uniform.
+    A small output gain makes the first policy close to uniform.
     """
-    if len(obs_shape) == 3:
-        layers = [ScalePixels()]
-        for channels, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            layers += [nn.LazyConv2d(channels, kernel, stride), nn.ReLU()]
-        layers += [nn.Flatten(), nn.LazyLinear(512), nn.ReLU()]
-    else:
-        layers = list(first)
-        for width in hidden_sizes:
-            layers += [nn.LazyLinear(width), nn.Tanh()]
-    network = nn.Sequential(*layers, nn.LazyLinear(outputs))
-    network(torch.zeros(1, *obs_shape))  # tells the lazy layers how wide their inputs are
-    for layer in network:
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            nn.init.orthogonal_(layer.weight, output_gain if layer is network[-1] else math.sqrt(2))
-            nn.init.zeros_(layer.bias)
+    layers = [layer for layer in network if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, output_gain if layer is layers[-1] else math.sqrt(2))
+        nn.init.zeros_(layer.bias)
     return network
+
+
+def tanh_network(inputs: int, hidden_sizes, outputs: int, output_gain: float) -> nn.Sequential:
+    layers = []
+    for width in hidden_sizes:
+        layers += [nn.Linear(inputs, width), nn.Tanh()]
+        inputs = width
+    return orthogonal(nn.Sequential(*layers, nn.Linear(inputs, outputs)), output_gain)
+
+
+def image_encoder(channels: int, num_features: int) -> nn.Sequential:
+    """Stacked images [..., C, 84, 84] to features, by the network of Mnih et al. 2015."""
+    network = nn.Sequential(
+        ScalePixels(),
+        nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU(),
+        nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, stride=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(64 * 7 * 7, num_features), nn.ReLU(),
+    )
+    return orthogonal(network, math.sqrt(2)).to(memory_format=torch.channels_last)  # the fast one
 
 
 class CategoricalActor(nn.Module):
@@ -500,17 +520,17 @@ class CategoricalActor(nn.Module):
         log_prob = -math.log(math.prod(self.nvec))
         return torch.full(actions.shape[:-1], log_prob, device=actions.device)
 
-    def sample(self, obs, noise=None):
-        """Actions for obs, or the most likely ones without noise."""
-        logits = self.network(obs)
+    def sample(self, features, noise=None):
+        """Random actions, or the most likely ones without noise."""
+        logits = self.network(features)
         noise = torch.ones_like(logits) if noise is None else noise
         if len(self.nvec) == 1:  # the usual case, called at every step
             return sample_categorical(logits, noise).unsqueeze(-1)
         heads = zip(logits.split(self.nvec, -1), noise.split(self.nvec, -1))
         return torch.stack([sample_categorical(*head) for head in heads], -1)
 
-    def log_prob_and_entropy(self, obs, actions):
-        heads = zip(self.network(obs).split(self.nvec, -1), actions.unbind(-1))
+    def log_prob_and_entropy(self, features, actions):
+        heads = zip(self.network(features).split(self.nvec, -1), actions.unbind(-1))
         log_probs, entropies = zip(*(categorical_log_prob_and_entropy(*head) for head in heads))
         return sum(log_probs), sum(entropies)
 
@@ -535,39 +555,54 @@ class GaussianActor(nn.Module):
         inside = (actions.abs() <= 1).all(-1)
         return torch.where(inside, -len(self.log_std) * math.log(2), -math.inf)
 
-    def sample(self, obs, noise=None):
-        """Actions for obs, or the means without noise."""
-        mean = self.network(obs)
+    def sample(self, features, noise=None):
+        """Random actions, or the means without noise."""
+        mean = self.network(features)
         return mean if noise is None else mean + self.log_std.clamp(-5, 2).exp() * noise
 
-    def log_prob_and_entropy(self, obs, actions):
-        return gaussian_log_prob_and_entropy(self.network(obs), self.log_std.clamp(-5, 2), actions)
+    def log_prob_and_entropy(self, features, actions):
+        mean, log_std = self.network(features), self.log_std.clamp(-5, 2)
+        return gaussian_log_prob_and_entropy(mean, log_std, actions)
 
 
 class Agent(nn.Module):
-    """Actor and critic, separate, and the statistics that scale observations and rewards."""
+    """Encoder, actor and critic, and the statistics that scale rewards.
+
+    features = encoder(obs) is what actor and critic see: of a vector the vector, normalised if
+    asked for, so that they have no weights in common; of images what one convolutional network,
+    shared by both, makes of them.
+    """
 
     def __init__(
         self, observation_space, action_space, hidden_sizes, norm_obs: bool, log_std_init=0.0
     ):
         super().__init__()
         shape, self.action_shape = observation_space.shape, action_space.shape
+        self.shared = len(shape) == 3
         self.return_stats = RunningMeanStd()
-        self.obs_stats = RunningMeanStd(shape) if norm_obs and len(shape) == 1 else None
-        first = [self.obs_stats] if norm_obs and len(shape) == 1 else []
+        if self.shared:
+            self.num_features, hidden_sizes = 512, ()
+            self.encoder = image_encoder(shape[0], self.num_features)
+        else:
+            (self.num_features,) = shape
+            self.encoder = RunningMeanStd(shape) if norm_obs else nn.Identity()
         if isinstance(action_space, gym.spaces.Box):
             size = action_space.shape[0]
-            network = build_network(shape, hidden_sizes, size, 0.01, first)
+            network = tanh_network(self.num_features, hidden_sizes, size, 0.01)
             self.actor = GaussianActor(network, size, log_std_init)
         else:
             multi = isinstance(action_space, gym.spaces.MultiDiscrete)
             nvec = tuple(map(int, action_space.nvec)) if multi else (int(action_space.n),)
-            network = build_network(shape, hidden_sizes, sum(nvec), 0.01, first)
+            network = tanh_network(self.num_features, hidden_sizes, sum(nvec), 0.01)
             self.actor = CategoricalActor(network, nvec)
-        self.critic = build_network(shape, hidden_sizes, 1, 1.0, first)
+        self.critic = tanh_network(self.num_features, hidden_sizes, 1, 1.0)
 
-    def value(self, obs):
-        return self.critic(obs).squeeze(-1)
+    def value(self, features):
+        return self.critic(features).squeeze(-1)
+
+    def clipped(self) -> dict[str, nn.Module]:
+        """The parts whose gradients are clipped each by its own norm."""
+        return {"agent": self} if self.shared else {"actor": self.actor, "critic": self.critic}
 
 
 # -------------------------------------------------------------------------------- the mathematics
@@ -751,6 +786,7 @@ class Rollout(NamedTuple):
     rewards: torch.Tensor  # [T, N], raw
     terminated: torch.Tensor  # [T, N], in Atari the loss of a life as well
     done: torch.Tensor  # [T, N], terminated or truncated: step t ended an episode
+    features: torch.Tensor  # [T + 1, N, F], what the encoder made of obs
 
 
 class Batch(NamedTuple):  # [T * N] each
@@ -786,11 +822,12 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, exploration: float, d
         rewards=np.empty((num_steps, num_envs), np.float32),
         terminated=np.empty((num_steps, num_envs), np.bool_),
         done=np.empty((num_steps, num_envs), np.bool_),
+        features=torch.empty(num_steps + 1, num_envs, agent.num_features, device=device),
     )
-    obs = torch.from_numpy(envs.obs)  # a view: what the environments show now
     for t in range(num_steps):
         rollout.obs[t] = envs.obs
-        actions = actor.sample(obs.to(device), noise[t]).cpu().numpy()
+        rollout.features[t] = agent.encoder(torch.from_numpy(rollout.obs[t]).to(device))
+        actions = actor.sample(rollout.features[t], noise[t]).cpu().numpy()
         if exploration > 0:
             actions = np.where(explore[t], random_actions[t], actions)
         rollout.actions[t] = actions
@@ -803,7 +840,8 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, exploration: float, d
             rollout.final_obs[t, done] = envs.final_obs[done]
             episodes += zip(envs.episode_returns[ended], envs.episode_lengths[ended])
     rollout.obs[num_steps] = envs.obs
-    rollout = Rollout(*map(torch.from_numpy, rollout))
+    rollout.features[num_steps] = agent.encoder(torch.from_numpy(envs.obs).to(device))
+    rollout = Rollout(*map(torch.as_tensor, rollout))
     check_finite("observation", rollout.obs)
     check_finite("observation", rollout.final_obs)
     check_finite("reward", rollout.rewards)
@@ -813,9 +851,9 @@ def collect(agent: Agent, envs: VectorEnv, num_steps: int, exploration: float, d
 @torch.no_grad()
 def prepare_batch(agent: Agent, rollout: Rollout, rewards, exploration, args: Args) -> Batch:
     """Log-probs, values, advantages and critic targets of a whole rollout, flattened to [T * N]."""
-    values = agent.value(rollout.obs.flatten(0, 1)).unflatten(0, rollout.obs.shape[:2])
+    values = agent.value(rollout.features)
     next_values = values[1:].clone()
-    next_values[rollout.done] = agent.value(rollout.final_obs[rollout.done])
+    next_values[rollout.done] = agent.value(agent.encoder(rollout.final_obs[rollout.done]))
     values = values[:-1]
     advantages = compute_gae(
         rewards, values, next_values, rollout.terminated, rollout.done, args.gamma, args.gae_lambda
@@ -826,23 +864,24 @@ def prepare_batch(agent: Agent, rollout: Rollout, rewards, exploration, args: Ar
         bootstrap = next_values * ~rollout.terminated
         targets = compute_returns(rewards, rollout.done, bootstrap, args.gamma)
     obs, actions = rollout.obs[:-1].flatten(0, 1), rollout.actions.flatten(0, 1)
-    log_probs, _ = agent.actor.log_prob_and_entropy(obs, actions)
+    log_probs, _ = agent.actor.log_prob_and_entropy(rollout.features[:-1].flatten(0, 1), actions)
     log_probs = mixture_log_prob(log_probs, agent.actor.uniform_log_prob(actions), exploration)
     return Batch(obs, actions, log_probs, advantages.flatten(), values.flatten(), targets.flatten())
 
 
 def minibatch_losses(agent: Agent, minibatch: Batch, args: Args):
     """What one gradient step minimises, and [5] its parts: policy, value, entropy, KL, clipfrac."""
-    log_probs, entropy = agent.actor.log_prob_and_entropy(minibatch.obs, minibatch.actions)
+    features = agent.encoder(minibatch.obs)
+    log_probs, entropy = agent.actor.log_prob_and_entropy(features, minibatch.actions)
     policy_loss, approx_kl, clipfrac = ppo_policy_loss(
         log_probs, minibatch.log_probs, minibatch.advantages, args.clip_coef
     )
     critic_loss = value_loss(
-        agent.value(minibatch.obs), minibatch.values, minibatch.targets,
+        agent.value(features), minibatch.values, minibatch.targets,
         args.clip_coef if args.clip_value else None,
     )
-    # The networks share no weights, so that one sum serves both
-    loss = policy_loss - args.ent_coef * entropy.mean() + critic_loss
+    # Where the networks share no weights, each sees only its own terms of the sum
+    loss = policy_loss - args.ent_coef * entropy.mean() + args.vf_coef * critic_loss
     return loss, torch.stack([policy_loss, critic_loss, entropy.mean(), approx_kl, clipfrac])
 
 
@@ -864,8 +903,8 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
             loss.backward()
             average_gradients(agent.parameters())
             norms = [
-                nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-                for network in (agent.actor, agent.critic)
+                nn.utils.clip_grad_norm_(part.parameters(), args.max_grad_norm)
+                for part in agent.clipped().values()
             ]
             rows.append(torch.cat([parts.detach(), torch.stack(norms)]))
             optimizer.step()
@@ -874,7 +913,7 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
             if epoch_kl > args.target_kl:
                 break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    names += ["actor_grad_norm", "critic_grad_norm"]
+    names += [f"{part}_grad_norm" for part in agent.clipped()]
     means = gather(torch.stack(rows)).mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, means)}
     for name, value in metrics.items():
@@ -963,9 +1002,9 @@ def train(args: Args) -> dict:
     torch.manual_seed(args.seed)
     agent = build_agent(args)
     device = next(agent.parameters()).device
+    policy = [*agent.encoder.parameters(), *agent.actor.parameters()]
     optimizer = torch.optim.Adam(
-        [{"params": agent.actor.parameters()}, {"params": agent.critic.parameters()}],
-        eps=1e-5, fused=True,
+        [{"params": policy}, {"params": agent.critic.parameters()}], eps=1e-5, fused=True
     )
     if resumed:
         restore(agent, resumed, args.resume)
@@ -974,8 +1013,8 @@ def train(args: Args) -> dict:
     if rank > 0:  # the same weights, other actions
         torch.manual_seed(int(torch.randint(2**62, ())) + rank)
     if args.compile:  # in place, so that checkpoints keep plain names
-        agent.actor.network.compile()
-        agent.critic.compile()
+        for network in (agent.encoder, agent.actor.network, agent.critic):
+            network.compile()
     discounted = torch.zeros(args.num_envs // ranks, device=device)
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
@@ -1013,8 +1052,8 @@ def train(args: Args) -> dict:
 
                 # update; the observations' statistics follow it, so that the ratio begins at one
                 metrics = update(agent, optimizer, batch, args)
-                if agent.obs_stats is not None:
-                    agent.obs_stats.update(gather(rollout.obs[:-1]))
+                if isinstance(agent.encoder, RunningMeanStd):
+                    agent.encoder.update(gather(rollout.obs[:-1]))
 
                 # log and save: the first rank speaks for all
                 final = stopping or iteration == args.num_iterations - 1
@@ -1067,7 +1106,7 @@ def act(agent: Agent, obs: np.ndarray, deterministic: bool) -> np.ndarray:
     obs = obs if obs.dtype == torch.uint8 else obs.float()
     with torch.no_grad():
         noise = None if deterministic else agent.actor.noise(len(obs)).to(device)
-        actions = agent.actor.sample(obs, noise).cpu().numpy()
+        actions = agent.actor.sample(agent.encoder(obs), noise).cpu().numpy()
     return actions.reshape(-1, *agent.action_shape)
 
 
@@ -1687,7 +1726,7 @@ def preset_name(env_id: str) -> str | None:
     if env_id.startswith("ALE/"):
         return "Atari"
     name = re.sub(r"^.*:|-v\d+$", "", env_id)
-    return "MuJoCo" if name in MUJOCO else name if name in PRESETS else None
+    return name if name in PRESETS else "MuJoCo" if name in MUJOCO else None
 
 
 def parse_args(argv=None) -> Args:

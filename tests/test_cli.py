@@ -523,7 +523,8 @@ PRESET_ENVS = {
         "CartPole": "CartPole-v1", "Acrobot": "Acrobot-v1", "MountainCar": "MountainCar-v0",
         "MountainCarContinuous": "MountainCarContinuous-v0", "Pendulum": "Pendulum-v1",
         "LunarLander": "LunarLander-v3", "LunarLanderContinuous": "LunarLanderContinuous-v3",
-        "BipedalWalker": "BipedalWalker-v3", "MuJoCo": "Hopper-v5", "Atari": "ALE/Pong-v5",
+        "BipedalWalker": "BipedalWalker-v3", "MuJoCo": "HalfCheetah-v5", "Hopper": "Hopper-v5",
+        "Atari": "ALE/Pong-v5",
     },
     "dreamer_actor_loss": {
         "CartPole": "CartPole-v1", "Pendulum": "Pendulum-v1", "LunarLander": "LunarLander-v3",

@@ -40,7 +40,7 @@ SETTINGS = {  # every minibatch is the whole rollout: its order differs between 
 }
 
 
-def whole_rollout(continuous):
+def whole_rollout(agent, continuous):
     """Random steps of NUM_ENVS environments, with episode ends and with a scale per environment."""
     shape, random = (NUM_STEPS, NUM_ENVS), torch.Generator().manual_seed(5)
     scale = torch.arange(1.0, NUM_ENVS + 1)
@@ -51,7 +51,8 @@ def whole_rollout(continuous):
     done = torch.rand(shape, generator=random) < 0.1
     terminated = done & (torch.rand(shape, generator=random) < 0.5)
     rewards = torch.randn(shape, generator=random) * scale
-    return ppo.Rollout(obs, obs[1:] * done[..., None], actions, rewards, terminated, done)
+    final_obs = obs[1:] * done[..., None]
+    return ppo.Rollout(obs, final_obs, actions, rewards, terminated, done, agent.encoder(obs))
 
 
 def learn(name, rank, ranks, folder):
@@ -67,13 +68,13 @@ def learn(name, rank, ranks, folder):
     agent = ppo.Agent(box, action_space, args.hidden_sizes, args.norm_obs)
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
     own = slice(rank * NUM_ENVS // ranks, (rank + 1) * NUM_ENVS // ranks)
-    rollout = ppo.Rollout(*(field[:, own] for field in whole_rollout(continuous)))
+    rollout = ppo.Rollout(*(field[:, own] for field in whole_rollout(agent, continuous)))
     agent.return_stats.update(ppo.gather(rollout.rewards))
     rewards = rollout.rewards / agent.return_stats.var.sqrt()
     batch = ppo.prepare_batch(agent, rollout, rewards, 0.1, args)
     metrics = ppo.update(agent, optimizer, batch, args)
-    if agent.obs_stats is not None:
-        agent.obs_stats.update(ppo.gather(rollout.obs[:-1]))
+    if args.norm_obs:
+        agent.encoder.update(ppo.gather(rollout.obs[:-1]))
     gradients = {key: parameter.grad for key, parameter in agent.named_parameters()}
     torch.save({"agent": agent.state_dict(), "gradients": gradients, "metrics": metrics},
                f"{folder}/{ranks}-{rank}.pt")  # fmt: skip
@@ -183,7 +184,7 @@ def test_a_run_of_two_ranks_writes_one_of_everything(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["global_step"] == 1024 and len(read_rows(folder)) == 1024 // 64
     agent = load(folder / "last.pt")["agent"]  # both ranks' samples are in the statistics
-    for name in ("return_stats.count", "obs_stats.count"):
+    for name in ("return_stats.count", "encoder.count"):
         assert agent[name].item() == pytest.approx(1024, abs=1)
     # How many of 64 episodes of one step earned 1, not -1. Were those of one rank missing, or did
     # both ranks draw the same actions, every number would be even.

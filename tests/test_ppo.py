@@ -28,7 +28,6 @@ from ppo import (
     RunningMeanStd,
     TrainingError,
     UsageError,
-    build_network,
     categorical_log_prob_and_entropy,
     collect,
     compute_gae,
@@ -41,6 +40,7 @@ from ppo import (
     prepare_batch,
     sample_categorical,
     start_envs,
+    tanh_network,
     train,
     update,
     value_loss,
@@ -518,7 +518,7 @@ def test_a_new_policy_is_nearly_uniform():
 
 
 def test_networks_of_vectors_have_tanh_between_orthogonal_layers():
-    network = build_network((5,), (7, 6), 3, 0.5)
+    network = tanh_network(5, (7, 6), 3, 0.5)
     kinds = [type(layer) for layer in network]
     assert kinds == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
     for layer, gain in zip(network[::2], (math.sqrt(2), math.sqrt(2), 0.5)):
@@ -527,33 +527,122 @@ def test_networks_of_vectors_have_tanh_between_orthogonal_layers():
         assert (layer.bias == 0).all()
 
 
-def test_pixels_are_scaled_once_for_acting_and_learning():
-    """Frames of 255 reach the first convolution as 1; both paths give the same action's score."""
+def image_agent():
     torch.manual_seed(0)
-    space = Box(0, 255, (4, 84, 84), np.uint8)
-    agent = Agent(space, Discrete(3), (), False)
-    seen = Seen(agent.actor.network[1])
-    frames = np.full((2, 4, 84, 84), 255, np.uint8)
-    ppo.act(agent, frames, True)
-    agent.actor.log_prob_and_entropy(torch.from_numpy(frames), torch.zeros(2, 1).long())
-    assert all((images == 1).all() for images in seen.inputs) and len(seen.inputs) == 2
-    assert agent.value(torch.from_numpy(frames)).shape == (2,)
+    return Agent(Box(0, 255, (4, 84, 84), np.uint8), Discrete(3), (), False)
+
+
+def random_frames(size):
+    return torch.randint(256, (size, 4, 84, 84), dtype=torch.uint8)
+
+
+def test_pixels_are_scaled_once_for_acting_and_learning():
+    """Frames of 255 reach the first convolution as 1, in acting as in learning."""
+    agent, batch = image_agent(), image_batch(image_agent(), 2)
+    seen = Seen(agent.encoder[1])
+    batch.obs.fill_(255)
+    ppo.act(agent, batch.obs.numpy(), True)
+    update(agent, sgd(agent), batch, tiny_args())
+    assert [images.unique().tolist() for images in seen.inputs] == [[1], [1]]
+
+
+def test_the_encoder_of_images_is_the_network_of_mnih_2015():
+    encoder, frames = image_agent().encoder, random_frames(2)
+    hidden = frames / 255
+    for layer, stride in zip((encoder[1], encoder[3], encoder[5]), (4, 2, 1)):
+        hidden = nn.functional.conv2d(hidden, layer.weight, layer.bias, stride).relu()
+    assert [list(encoder[i].weight.shape[:2]) for i in (1, 3, 5)] == [[32, 4], [64, 32], [64, 64]]
+    hidden = nn.functional.linear(hidden.flatten(1), encoder[8].weight, encoder[8].bias).relu()
+    assert hidden.shape == (2, 512)
+    close(encoder(frames), hidden, rtol=1e-4, atol=1e-5)
+    for i in (1, 3, 5, 8):
+        weight = encoder[i].weight.flatten(1)
+        close(weight @ weight.T, 2 * torch.eye(len(weight)), atol=1e-4)
+        assert (encoder[i].bias == 0).all()
+
+
+def image_batch(agent, size=4):
+    """Random samples, with advantages and errors of the critic."""
+    torch.manual_seed(1)
+    obs, actions = random_frames(size), torch.randint(3, (size, 1))
+    with torch.no_grad():
+        features = agent.encoder(obs)
+        log_probs, _ = agent.actor.log_prob_and_entropy(features, actions)
+        values = agent.value(features)
+    return Batch(obs, actions, log_probs, torch.randn(size), values, values + torch.randn(size))
+
+
+@pytest.mark.parametrize("term", ["policy", "value", "entropy"])
+def test_every_loss_of_images_reaches_the_encoder(term):
+    """A value loss of weight vf_coef, together with the policy's, as written out here."""
+    agent = image_agent()
+    batch = image_batch(agent)
+    if term != "policy":
+        batch = batch._replace(advantages=torch.zeros(4))
+    if term != "value":
+        batch = batch._replace(targets=batch.values)
+    args = tiny_args(
+        norm_adv=False, max_grad_norm=1e9, vf_coef=0.3, ent_coef=0.2 if term == "entropy" else 0.0
+    )
+    features = agent.encoder(batch.obs)
+    policy = torch.distributions.Categorical(logits=agent.actor.network(features))
+    loss = {
+        "policy": -((policy.log_prob(batch.actions[:, 0]) - batch.log_probs).exp()
+                    * batch.advantages).mean(),
+        "value": 0.3 * 0.5 * ((agent.critic(features)[:, 0] - batch.targets) ** 2).mean(),
+        "entropy": -0.2 * policy.entropy().mean(),
+    }[term]  # fmt: skip
+    loss.backward()
+    expected = agent.encoder[1].weight.grad.clone()
+    assert expected.abs().max() > 1e-7
+    update(agent, sgd(agent, 0.0), batch, args)
+    close(agent.encoder[1].weight.grad, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_of_networks_that_share_an_encoder_are_clipped_together():
+    agent = image_agent()
+    batch, before = image_batch(agent), weights(agent)
+    metrics = update(agent, sgd(agent), batch, tiny_args(max_grad_norm=1e-3))
+    assert metrics["losses/agent_grad_norm"] > 1e-2 and "losses/actor_grad_norm" not in metrics
+    assert (weights(agent) - before).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_what_the_policy_saw_while_collecting_is_what_is_learned_from(monkeypatch):
+    """features are the encoder's of obs, step by step; final observations are encoded as well."""
+    odd(monkeypatch, Box(0, 255, (64, 64, 3), np.uint8), Discrete(3))
+    agent, args = image_agent(), tiny_args(env_id="Odd-v0", num_workers=0, gae_lambda=0.0)
+    with contextlib.closing(start_envs(args, [1], 2)) as envs, torch.no_grad():
+        rollout, _ = collect(agent, envs, 12, 0.0, "cpu")  # an episode is ten steps long
+        batch = prepare_batch(agent, rollout, rollout.rewards, 0.0, args)
+        features = agent.encoder(rollout.obs.flatten(0, 1)).unflatten(0, (13, 2))
+        close(rollout.features, features, rtol=1e-4, atol=1e-5)
+        values = agent.value(features)
+        following = torch.where(
+            rollout.done, agent.value(agent.encoder(rollout.final_obs.flatten(0, 1))).view(12, 2),
+            values[1:],
+        )  # fmt: skip
+        log_probs, _ = agent.actor.log_prob_and_entropy(features[:-1], rollout.actions)
+    assert rollout.done.sum() == 2
+    close(batch.values, values[:-1].flatten(), rtol=1e-4, atol=1e-4)
+    close(batch.log_probs, log_probs.flatten(), rtol=1e-4, atol=1e-5)
+    expected = rollout.rewards + args.gamma * following - values[:-1]
+    close(batch.advantages, expected.flatten(), rtol=1e-4, atol=1e-4)
 
 
 def test_normalised_observations_are_those_of_the_statistics():
     torch.manual_seed(0)
     agent, obs = make_agent(2, 3, (), norm_obs=True), 5 + 3 * torch.randn(1000, 2)
-    before = agent.actor.network(obs)
-    agent.obs_stats.update(obs)
+    agent.encoder.update(obs)
+    batch = Batch(obs, torch.zeros(1000, 1).long(), *torch.zeros(4, 1000))
     seen = [Seen(last_layer(network)) for network in (agent.actor.network, agent.critic)]
-    after = agent.actor.network(obs)
-    agent.value(obs)
-    assert not torch.allclose(before, after)
-    for own in seen:
-        close(own.inputs[0].mean(0), torch.zeros(2), atol=1e-3)
-        close(own.inputs[0].std(0), torch.ones(2), atol=1e-2)
-    agent.value(obs + 1e6)
-    assert (seen[1].inputs[-1] == 10).all()
+    update(agent, sgd(agent, 0.0), batch, tiny_args())
+    ppo.act(agent, obs.numpy(), True)
+    assert [len(own.inputs) for own in seen] == [2, 1]
+    for inputs in (*seen[0].inputs, *seen[1].inputs):
+        close(inputs.mean(0), torch.zeros(2), atol=1e-3)
+        close(inputs.std(0), torch.ones(2), atol=1e-2)
+    ppo.act(agent, obs.numpy() + 1e6, True)
+    assert (seen[0].inputs[-1] == 10).all()
     kept = {name: value.clone() for name, value in agent.state_dict().items()}
     ppo.act(agent, obs.numpy(), True)
     assert all(torch.equal(value, kept[name]) for name, value in agent.state_dict().items())
@@ -1052,7 +1141,13 @@ def test_images_train_and_stay_bytes_in_storage(monkeypatch, tmp_path):
         assert envs.obs.dtype == envs.final_obs.dtype == np.uint8
         assert ppo.collect(ppo.build_agent(args), envs, 2, 0.0, "cpu")[0].obs.dtype == torch.uint8
     options = {"total_timesteps": 8, "num_envs": 2, "num_steps": 4, "update_epochs": 1}
-    run(tmp_path, env_id="Odd-v0", eval_episodes=1, **options)
+    torch.manual_seed(1)
+    new = ppo.build_agent(args).state_dict()
+    _, state, _ = run(tmp_path, env_id="Odd-v0", eval_episodes=1, seed=1, **options)
+    for layer in ("encoder.1", "encoder.8", "actor.network.0", "critic.0"):
+        name = f"{layer}.weight"
+        change = (state["agent"][name] - new[name]).abs().max()
+        assert 1e-5 < change < 0.05, f"{name}: trained, from the weights of its seed"
 
 
 class Lives(tests.probes.Count):
@@ -1241,10 +1336,10 @@ def test_observation_statistics_move_after_the_update_and_count_every_step(tmp_p
     """Without a learning rate the policy must be the same one before and after: KL 0."""
     options = {"env_id": "CartPole-v1", "norm_obs": True}
     _, state, rows = run(tmp_path / "still", learning_rate=0.0, **options)
-    assert state["agent"]["obs_stats.count"] == pytest.approx(128, abs=0.01)
+    assert state["agent"]["encoder.count"] == pytest.approx(128, abs=0.01)
     assert all(abs(row["losses/approx_kl"]) < 1e-7 for row in rows)
     _, moved, _ = run(tmp_path / "moving", **options)
-    assert same(state["agent"]["obs_stats.count"], moved["agent"]["obs_stats.count"])
+    assert same(state["agent"]["encoder.count"], moved["agent"]["encoder.count"])
 
 
 def test_exploring_takes_uniform_actions_and_scores_them_as_a_mixture():
