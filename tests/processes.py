@@ -122,6 +122,7 @@ def run_main(script, arguments, cwd, logs, before):
 
 def start(script, arguments, cwd, before=None):
     os.environ["PYTHONPATH"] = str(ROOT)  # the server looks for what it preloads when it starts
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ppo.py sets it before it imports torch
     return ScriptProcess(script, arguments, cwd, before)
 
 
@@ -155,3 +156,9 @@ def load(path):
 
 def shared_memory():
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def shared_memory_left(before):
+    """What is in shared memory that was not; tests beside this one may use some for a moment."""
+    wait_until(lambda: shared_memory() <= before, 10)
+    return shared_memory() - before

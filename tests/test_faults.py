@@ -27,6 +27,7 @@ from tests.processes import (
     run,
     run_folder,
     shared_memory,
+    shared_memory_left,
     start,
     tiny,
     wait_until,
@@ -42,7 +43,7 @@ ENDLESS = 1_000_000_000  # environment steps: it has to be stopped
 def nothing_left_in_shared_memory():
     before = shared_memory()
     yield
-    assert wait_until(lambda: shared_memory() <= before, 5), shared_memory() - before
+    assert not shared_memory_left(before)
 
 
 def start_and_wait_for(file, script, arguments, cwd):

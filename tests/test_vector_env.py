@@ -16,6 +16,7 @@ import pytest
 import ppo
 from ppo import TrainingError, VectorEnv
 from tests.probes import Count
+from tests.processes import shared_memory, shared_memory_left
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("obs", "rewards", "terminated", "truncated")
@@ -268,25 +269,20 @@ def children():
     return {int(pid) for pid, name in names.items() if b"resource_tracker" not in name}
 
 
-def shared_memory():
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
-
-
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_close_leaves_nothing(start_method):
-    before = children(), shared_memory()
+    before, in_memory = children(), shared_memory()
     envs = VectorEnv(make("tests.probes:Count-v0"), [1, 2, 3], 2, start_method)
     workers = [worker.pid for worker in envs.workers]
-    assert children() - before[0] == set(workers)
+    assert children() - before == set(workers)
     envs.step([0] * 3)
     envs.close()
     envs.close()  # twice does no harm
-    assert ended(workers, 0) and (children(), shared_memory()) == before
+    assert ended(workers, 0) and children() == before and not shared_memory_left(in_memory)
 
 
 def test_many_starts_leak_no_file():
@@ -364,7 +360,7 @@ def test_nothing_outlives_a_killed_main_process(how, start_method, tmp_path):
         main.stdin.close()
         main.stdout.close()
     assert ended(workers)
-    assert shared_memory() <= before
+    assert not shared_memory_left(before)
 
 
 def test_a_program_that_never_catches_the_failure_ends(tmp_path):

@@ -70,7 +70,7 @@ class Progress:
         solved = self.result["solved_step"] is not None
         going_on = global_step < self.limit and not (solved and self.stop_when_solved)
         if not going_on:
-            self.result.setdefault("finished_at", time.time())
+            self.result["finished_at"] = time.time()
         return going_on
 
 
@@ -94,7 +94,9 @@ def train_sb3(env_id, seed, progress: Progress, num_workers=0, algorithm="sb3") 
 
         def _on_step(self):
             finished = [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
-            return progress.add(finished, self.num_timesteps)
+            going_on = progress.add(finished, self.num_timesteps)
+            # The last rollout's update is part of its time: end with the next rollout's first step
+            return going_on or self.locals["n_steps"] > 0
 
     zoo = ZOO[env_id]
     if ATARI:
