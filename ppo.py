@@ -468,7 +468,8 @@ class ScalePixels(nn.Module):
     """uint8 images to [0, 1]: the one place, for acting, learning and evaluation alike."""
 
     def forward(self, images):
-        return images / 255
+        # Channels last in the same pass, as the convolutions want them; .to has made the copy
+        return images.to(torch.float, memory_format=torch.channels_last).div_(255)
 
 
 def orthogonal(network: nn.Sequential, output_gain: float) -> nn.Sequential:
@@ -893,7 +894,7 @@ def update(agent: Agent, optimizer, batch: Batch, args: Args) -> dict:
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.obs), device=batch.obs.device)
         # Sizes differ by at most one: a stub of a minibatch would make one wild step
-        shuffled = (field[order].tensor_split(args.num_minibatches) for field in batch)
+        shuffled = (f.index_select(0, order).tensor_split(args.num_minibatches) for f in batch)
         for minibatch in map(Batch._make, zip(*shuffled)):
             if args.norm_adv:
                 advantages = normalize(gather(minibatch.advantages))
