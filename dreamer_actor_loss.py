@@ -94,7 +94,7 @@ PRESETS = {
     # Landing takes small velocities, which the model keeps only if they weigh more. For the first
     # 20,000 steps it hovers: the entropy bonus and a slow start keep it trying something else.
     "LunarLander": {
-        "total_timesteps": 50_000, "num_envs": 4, "train_ratio": 102.4, "rec_scale": 10.0,
+        "total_timesteps": 60_000, "num_envs": 4, "train_ratio": 102.4, "rec_scale": 10.0,
         "gamma": 0.995, "warmup": 1000,
     },
 }
