@@ -91,8 +91,8 @@ SIZES = {  # 1m and up are the official ones
 PRESETS = {
     "CartPole": {"total_timesteps": 10_000},
     "Pendulum": {"total_timesteps": 8_000},
-    # Landing takes small velocities, which the model keeps only if they weigh more. For the first
-    # 20,000 steps it hovers: the entropy bonus and a slow start keep it trying something else.
+    # Landing takes small velocities, which the model keeps only if they weigh more. A slow start:
+    # until the return percentiles have grown, advantages are divided by too little.
     "LunarLander": {
         "total_timesteps": 60_000, "num_envs": 4, "train_ratio": 102.4, "rec_scale": 10.0,
         "gamma": 0.995, "warmup": 1000,
