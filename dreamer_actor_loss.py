@@ -307,11 +307,16 @@ def twohot_bins(num_bins=255):
 
 def twohot_loss(logits, target, bins):
     """Cross-entropy with targets [...] shared by the two bins around. [..., num_bins] -> [...]"""
+    return -twohot_log_prob(F.log_softmax(logits, -1), target, bins)
+
+
+def twohot_log_prob(log_probs, target, bins):
+    """The two bins' log-probabilities, weighted by their share. [..., num_bins], [...] -> [...]"""
     target = target.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, target.contiguous(), right=True).clamp(1, len(bins) - 1)
     share = (target - bins[above - 1]) / (bins[above] - bins[above - 1])
-    pair = logits.gather(-1, torch.stack([above - 1, above], -1))
-    return torch.logsumexp(logits, -1) - (1 - share) * pair[..., 0] - share * pair[..., 1]
+    pair = log_probs.gather(-1, torch.stack([above - 1, above], -1))
+    return (1 - share) * pair[..., 0] + share * pair[..., 1]
 
 
 def twohot_mean(logits, bins):
@@ -322,13 +327,17 @@ def twohot_mean(logits, bins):
 
 
 def unimix(logits, amount=0.01):
-    """Log-probabilities of (1 - amount) softmax(logits) + amount / K, [..., K] -> [..., K].
+    """Log-probabilities of (1 - amount) softmax(logits) + amount / K, [..., K] -> [..., K]."""
+    return torch.log(unimix_probs(logits, amount))
+
+
+def unimix_probs(logits, amount=0.01):
+    """The probabilities themselves, where a sample needs no logarithm.
 
     Written out, since softmax is slow over a small last dimension and copies RSSM's strided logits.
     """
     weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
-    probs = weights / weights.sum(-1, keepdim=True)
-    return torch.log((1 - amount) * probs + amount / logits.shape[-1])
+    return (1 - amount) * (weights / weights.sum(-1, keepdim=True)) + amount / logits.shape[-1]
 
 
 def kl_losses(post_logits, prior_logits, free_nats=1.0):
@@ -406,8 +415,10 @@ def critic_loss(logits, returns, slow_values, weights, bins):
     slow_t is the value that a slowly following copy of the critic predicts: it only steadies the
     critic, returns and baseline come from the critic itself.
     """
-    losses = [twohot_loss(logits, target.detach(), bins) for target in (returns, slow_values)]
-    return (weights.detach() * sum(losses)).mean()
+    log_probs = F.log_softmax(logits, -1)  # once for both targets: with 255 bins it takes a while
+    targets = returns.detach(), slow_values.detach()
+    scores = sum(twohot_log_prob(log_probs, target, bins) for target in targets)
+    return -(weights.detach() * scores).mean()
 
 
 def replay_critic_loss(
@@ -539,7 +550,7 @@ class RSSM(nn.Module):
 
     def sample(self, logits):
         """A straight-through sample of unmixed logits [.., K*S]."""
-        return straight_through(unimix(self.latents(logits)).exp()).transpose(-1, -2).flatten(-2)
+        return straight_through(unimix_probs(self.latents(logits))).transpose(-1, -2).flatten(-2)
 
     def core(self, deter, stoch, action_features):
         """deter_t from the state at t-1 and in_action(action_{t-1})."""
@@ -675,12 +686,13 @@ def world_model_loss(agent, batch, args):
 @torch.no_grad()
 def imagine(agent, deter, stoch, horizon):
     """Rolls the policy out in the model: features [H+1, B, F] of states 0..H, actions [H, B, A]."""
-    feats, actions = [torch.cat([deter, stoch], -1)], []
-    for _ in range(horizon):
-        actions.append(agent.policy.act(feats[-1]))
-        deter, stoch = agent.rssm.imagine_step(deter, stoch, actions[-1])
-        feats.append(torch.cat([deter, stoch], -1))
-    return torch.stack(feats), torch.stack(actions)
+    feats, actions = deter.new_empty(horizon + 1, len(deter), sum(agent.rssm.sizes)), []
+    feats[0] = torch.cat([deter, stoch], -1)
+    for t in range(horizon):
+        actions.append(agent.policy.act(feats[t]))
+        deter, stoch = agent.rssm.imagine_step(deter, stoch, actions[t])
+        feats[t + 1] = torch.cat([deter, stoch], -1)
+    return feats, torch.stack(actions)
 
 
 def behaviour_loss(agent, feat, deter, stoch, batch, args, measure=False):

@@ -86,6 +86,11 @@ def plain_twohot_loss(logits, target, bins):
     return -(((1 - share) * low + share * high) * F.log_softmax(logits, -1)).sum(-1)
 
 
+def plain_critic_loss(logits, returns, slow_values, weights, bins):
+    losses = [plain_twohot_loss(logits, part.detach(), bins) for part in (returns, slow_values)]
+    return (weights.detach() * sum(losses)).mean()
+
+
 class PlainLaProp(dreamer.LaProp):
     @torch.no_grad()
     def step(self):
@@ -106,7 +111,7 @@ class PlainLaProp(dreamer.LaProp):
 
 PLAIN = {
     "RSSM": PlainRSSM, "unimix": plain_unimix, "sample_onehot": plain_sample_onehot,
-    "twohot_loss": plain_twohot_loss, "LaProp": PlainLaProp,
+    "twohot_loss": plain_twohot_loss, "critic_loss": plain_critic_loss, "LaProp": PlainLaProp,
 }  # fmt: skip
 OURS = {name: getattr(dreamer, name) for name in PLAIN}
 
