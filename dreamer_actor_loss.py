@@ -136,6 +136,9 @@ class Args:
     learning_rate: float = 1e-3  # official: 4e-5
     final_lr_fraction: float = 0.1  # share of the rate left at the end (official: 1)
     warmup: int = 200  # updates over which the rate rises from 0 (official: 1000)
+    exploration_start: float = 0.0  # share of random actions at the start of training
+    exploration_fraction: float = 0.5  # share of training over which it falls to zero
+    exploration_hold: float = 1.0  # steps for which a random action is kept, on average
     # algorithm: losses
     advantage: Literal["return-scaled", "return-only", "advantage-scaled"] = "return-scaled"
     horizon: int = 15  # imagined steps
@@ -171,6 +174,9 @@ class Args:
             ("rec_scale dyn_scale rep_scale replay_value_scale", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("gamma lam policy_unimix slow_rate return_rate final_lr_fraction", 0, 1),
+            ("exploration_start", 0, 1),
+            ("exploration_hold", 1, math.inf),
+            ("exploration_fraction", 1e-9, 1),
         ):
             for name in names.split():
                 value, option = getattr(self, name), "--" + name.replace("_", "-")
@@ -272,6 +278,13 @@ class ActionSpec:
         elif not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
             raise UsageError(f"no way to choose {type(space).__name__} actions")
         self.dim = sum(self.nvec) if self.nvec else int(np.prod(space.shape))
+
+    def uniform(self, num_envs):
+        """Random actions, [num_envs, dim]."""
+        if self.nvec is None:
+            return 2 * torch.rand(num_envs, self.dim) - 1
+        chosen = [torch.randint(n, (num_envs,)) for n in self.nvec]
+        return torch.cat([F.one_hot(c, n) for c, n in zip(chosen, self.nvec)], -1).float()
 
     def to_env(self, action):
         """[N, dim] tensor -> what `envs.step` takes. Reals are clipped here and nowhere else."""
@@ -890,16 +903,29 @@ class Replay:
 class Actor:
     """Acts in environments, and keeps what the agent remembers of each: latents, last action."""
 
-    def __init__(self, envs, spec, agent, seed_words):
-        self.envs, self.spec, self.agent = envs, spec, agent
+    def __init__(self, envs, spec, agent, seed_words, hold=1.0):
+        self.envs, self.spec, self.agent, self.hold = envs, spec, agent, hold
         self.obs, _ = envs.reset(seed=make_seeds(seed_words, envs.num_envs))
         self.rewards, self.is_first = np.zeros(envs.num_envs), np.ones(envs.num_envs)
         self.state = agent.initial(envs.num_envs)
         self.everyone, self.num_steps = np.arange(envs.num_envs), 0
+        self.exploring = torch.zeros(envs.num_envs, 1, dtype=torch.bool)
+        self.held = torch.zeros(envs.num_envs, spec.dim)
 
-    def step(self, replay=None, deterministic=False):
-        """One step of every environment, recorded in the replay; (return, length) of what ended."""
+    def step(self, replay=None, deterministic=False, exploration=0.0):
+        """One step of every environment, recorded in the replay; (return, length) of what ended.
+
+        A share `exploration` of the actions is random, each kept for `hold` steps on average: one
+        push of ten steps leads further than ten that cancel out.
+        """
         action, self.state = self.agent.act(self.obs, self.state, self.is_first, deterministic)
+        if exploration > 0:
+            drawn = torch.rand(len(action), 1) < 1 / self.hold
+            explore = torch.rand(len(action), 1) < exploration
+            self.exploring = torch.where(drawn, explore, self.exploring)
+            self.held = torch.where(drawn, self.spec.uniform(len(action)), self.held)
+            action = torch.where(self.exploring, self.held, action)
+            self.state = *self.state[:2], action.to(self.agent.bins.device)  # what it remembers
         if replay:
             self.check_finite("observation", self.obs)
             zeros, (deter, stoch, _) = np.zeros(len(self.everyone)), self.state
@@ -998,7 +1024,7 @@ def train(args: Args) -> dict:
         spec = ActionSpec(envs.single_action_space)
         sizes = envs.single_observation_space.shape[0], spec.dim, *agent.rssm.sizes
         replay = Replay(args.replay_capacity, args.num_envs, *sizes, agent.bins.device, seed_words)
-        actor = Actor(envs, spec, agent, seed_words)
+        actor = Actor(envs, spec, agent, seed_words, args.exploration_hold)
         print(
             f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
             f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
@@ -1008,7 +1034,9 @@ def train(args: Args) -> dict:
         with stop_signals() as stopped:
             while global_step < args.total_timesteps:
                 # act
-                episodes += actor.step(replay)
+                explored = global_step / args.total_timesteps / args.exploration_fraction
+                exploration = args.exploration_start * max(0.0, 1 - explored)
+                episodes += actor.step(replay, exploration=exploration)
                 before, global_step = global_step, global_step + args.num_envs
 
                 # update
