@@ -318,11 +318,6 @@ def twohot_bins(num_bins=255):
     return torch.cat([negative, -negative[:-1].flip(0)])
 
 
-def twohot_loss(logits, target, bins):
-    """Cross-entropy with targets [...] shared by the two bins around. [..., num_bins] -> [...]"""
-    return -twohot_log_prob(F.log_softmax(logits, -1), target, bins)
-
-
 def twohot_log_prob(log_probs, target, bins):
     """The two bins' log-probabilities, weighted by their share. [..., num_bins], [...] -> [...]"""
     target = target.clamp(bins[0], bins[-1])
@@ -332,6 +327,11 @@ def twohot_log_prob(log_probs, target, bins):
     return (1 - share) * pair[..., 0] + share * pair[..., 1]
 
 
+def twohot_loss(logits, target, bins):
+    """Cross-entropy with targets [...] shared by the two bins around. [..., num_bins] -> [...]"""
+    return -twohot_log_prob(F.log_softmax(logits, -1), target, bins)
+
+
 def twohot_mean(logits, bins):
     """Sum of p_i b_i by mirrored pairs, so that equal ones cancel. [..., num_bins] -> [...]"""
     half = len(bins) // 2
@@ -339,18 +339,18 @@ def twohot_mean(logits, bins):
     return (probs[..., half + 1 :] - probs[..., :half].flip(-1)) @ bins[half + 1 :]
 
 
-def unimix(logits, amount=0.01):
-    """Log-probabilities of (1 - amount) softmax(logits) + amount / K, [..., K] -> [..., K]."""
-    return torch.log(unimix_probs(logits, amount))
-
-
 def unimix_probs(logits, amount=0.01):
-    """The probabilities themselves, where a sample needs no logarithm.
+    """(1 - amount) softmax(logits) + amount / K, [..., K] -> [..., K].
 
     Written out, since softmax is slow over a small last dimension and copies RSSM's strided logits.
     """
     weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
     return (1 - amount) * (weights / weights.sum(-1, keepdim=True)) + amount / logits.shape[-1]
+
+
+def unimix(logits, amount=0.01):
+    """Log-probabilities: the logarithm of unimix_probs. [..., K] -> [..., K]"""
+    return torch.log(unimix_probs(logits, amount))
 
 
 def kl_losses(post_logits, prior_logits, free_nats=1.0):

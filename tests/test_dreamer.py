@@ -746,6 +746,32 @@ def test_imagination_starts_from_every_replayed_state(monkeypatch):
         assert seen[-1][0] == count
 
 
+def test_imagination_acts_in_each_state_and_keeps_all_of_them():
+    """With a policy and a model that compute, every state and action follows from the one before"""
+    agent, _ = small_agent()
+    agent.policy.act = lambda feat: feat[:, :3].cos()
+    agent.rssm.imagine_step = lambda deter, stoch, action: (deter + action.sum(), stoch * 0.5 + 1)
+    deter, stoch = (torch.randn(5, size) for size in agent.rssm.sizes)
+    feats, actions = dreamer.imagine(agent, deter, stoch, 4)
+    assert feats.shape == (5, 5, deter.shape[1] + stoch.shape[1]) and actions.shape == (4, 5, 3)
+    for t in range(5):
+        close(feats[t], torch.cat([deter, stoch], -1))
+        if t < 4:
+            close(actions[t], feats[t, :, :3].cos())
+            deter, stoch = deter + actions[t].sum(), stoch * 0.5 + 1
+
+
+def test_latent_samples_are_mixed_with_the_uniform():
+    """However sure the logits are, 1% is spread over all K classes."""
+    torch.manual_seed(0)
+    rssm = small_agent()[0].rssm
+    logits = torch.zeros(20_000, rssm.classes, rssm.stoch)
+    logits[:, 0] = 30.0
+    sample = rssm.sample(logits.flatten(-2)).view_as(logits)
+    other = 0.01 * (rssm.classes - 1) / rssm.classes
+    assert sample[:, 1:].sum(1).mean().item() == pytest.approx(other, rel=0.15)
+
+
 def test_straight_through():
     logits = torch.zeros(3, requires_grad=True)
     sample = dreamer.straight_through(logits.softmax(-1))
@@ -1189,11 +1215,8 @@ def test_official_sizes():
 
 
 def test_learns_cartpole(tmp_path):
-    """About two minutes. A random policy keeps the pole up for 22 steps, a constant one for 9.
-
-    Seeds 1 to 6 reached 176 to 495.
-    """
+    """About two minutes. A random policy keeps the pole up for 22 steps, a constant one for 9."""
     args = dreamer.Args(
-        env_id="CartPole-v1", total_timesteps=2500, runs_dir=str(tmp_path), wandb_mode="disabled"
+        env_id="CartPole-v1", total_timesteps=3000, runs_dir=str(tmp_path), wandb_mode="disabled"
     )
-    assert dreamer.train(args)["eval_return_mean"] > 120
+    assert dreamer.train(args)["eval_return_mean"] > 195
