@@ -117,6 +117,7 @@ class Args:
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # offline needs no account
     wandb_project: str = "single-file-rl"  # W&B project
     num_envs: int = 1  # environments stepped together
+    action_repeat: int = 1  # environment steps for which each action is kept
     # algorithm: size
     size: str = "tiny"  # row of the table SIZES; the next seven override single entries of it
     deter: int | None = None  # width of the recurrent state
@@ -130,15 +131,12 @@ class Args:
     # algorithm: schedule
     batch_size: int = 16  # sequences per update
     batch_length: int = 16  # steps per sequence (official: 64)
-    train_ratio: float = 128.0  # replayed steps per environment step: sets the number of updates
+    train_ratio: float = 128.0  # replayed steps per step of the agent: sets the number of updates
     learning_starts: int = 500  # environment steps before the first update
     replay_capacity: int = 100_000  # steps kept
     learning_rate: float = 1e-3  # official: 4e-5
     final_lr_fraction: float = 0.1  # share of the rate left at the end (official: 1)
     warmup: int = 200  # updates over which the rate rises from 0 (official: 1000)
-    exploration_start: float = 0.0  # share of random actions at the start of training
-    exploration_fraction: float = 0.5  # share of training over which it falls to zero
-    exploration_hold: float = 1.0  # steps for which a random action is kept, on average
     # algorithm: losses
     advantage: Literal["return-scaled", "return-only", "advantage-scaled"] = "return-scaled"
     horizon: int = 15  # imagined steps
@@ -168,15 +166,12 @@ class Args:
     def __post_init__(self):
         for names, low, high in (
             ("total_timesteps num_envs log_every save_every eval_episodes batch_size", 1, math.inf),
-            ("batch_length learning_starts horizon", 1, math.inf),
+            ("action_repeat batch_length learning_starts horizon", 1, math.inf),
             ("deter hidden stoch classes units layers blocks", 1, math.inf),
             ("imag_last warmup learning_rate train_ratio ent_coef free_nats", 0, math.inf),
             ("rec_scale dyn_scale rep_scale replay_value_scale", 0, math.inf),
             ("seed", 0, 2**63 - 1),
             ("gamma lam policy_unimix slow_rate return_rate final_lr_fraction", 0, 1),
-            ("exploration_start", 0, 1),
-            ("exploration_hold", 1, math.inf),
-            ("exploration_fraction", 1e-9, 1),
         ):
             for name in names.split():
                 value, option = getattr(self, name), "--" + name.replace("_", "-")
@@ -255,9 +250,26 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
-def make_vector_env(env_id: str, num_envs: int) -> SyncVectorEnv:
+class RepeatAction(gym.Wrapper):
+    """One step of the agent is `times` of the environment: rewards add up, an end is an end."""
+
+    def __init__(self, env, times: int):
+        super().__init__(env)
+        self.times = times
+
+    def step(self, action):
+        total = 0.0
+        for _ in range(self.times):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += reward
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info
+
+
+def make_vector_env(env_id: str, num_envs: int, action_repeat: int = 1) -> SyncVectorEnv:
     """num_envs copies; the observation after an episode's end is the next episode's first one."""
-    makers = [lambda: make_env(env_id)] * num_envs
+    makers = [lambda: RepeatAction(make_env(env_id), action_repeat)] * num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
@@ -278,13 +290,6 @@ class ActionSpec:
         elif not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
             raise UsageError(f"no way to choose {type(space).__name__} actions")
         self.dim = sum(self.nvec) if self.nvec else int(np.prod(space.shape))
-
-    def uniform(self, num_envs):
-        """Random actions, [num_envs, dim]."""
-        if self.nvec is None:
-            return 2 * torch.rand(num_envs, self.dim) - 1
-        chosen = [torch.randint(n, (num_envs,)) for n in self.nvec]
-        return torch.cat([F.one_hot(c, n) for c, n in zip(chosen, self.nvec)], -1).float()
 
     def to_env(self, action):
         """[N, dim] tensor -> what `envs.step` takes. Reals are clipped here and nowhere else."""
@@ -903,29 +908,16 @@ class Replay:
 class Actor:
     """Acts in environments, and keeps what the agent remembers of each: latents, last action."""
 
-    def __init__(self, envs, spec, agent, seed_words, hold=1.0):
-        self.envs, self.spec, self.agent, self.hold = envs, spec, agent, hold
+    def __init__(self, envs, spec, agent, seed_words):
+        self.envs, self.spec, self.agent = envs, spec, agent
         self.obs, _ = envs.reset(seed=make_seeds(seed_words, envs.num_envs))
         self.rewards, self.is_first = np.zeros(envs.num_envs), np.ones(envs.num_envs)
         self.state = agent.initial(envs.num_envs)
         self.everyone, self.num_steps = np.arange(envs.num_envs), 0
-        self.exploring = torch.zeros(envs.num_envs, 1, dtype=torch.bool)
-        self.held = torch.zeros(envs.num_envs, spec.dim)
 
-    def step(self, replay=None, deterministic=False, exploration=0.0):
-        """One step of every environment, recorded in the replay; (return, length) of what ended.
-
-        A share `exploration` of the actions is random, each kept for `hold` steps on average: one
-        push of ten steps leads further than ten that cancel out.
-        """
+    def step(self, replay=None, deterministic=False):
+        """One step of every environment, recorded in the replay; (return, length) of what ended."""
         action, self.state = self.agent.act(self.obs, self.state, self.is_first, deterministic)
-        if exploration > 0:
-            drawn = torch.rand(len(action), 1) < 1 / self.hold
-            explore = torch.rand(len(action), 1) < exploration
-            self.exploring = torch.where(drawn, explore, self.exploring)
-            self.held = torch.where(drawn, self.spec.uniform(len(action)), self.held)
-            action = torch.where(self.exploring, self.held, action)
-            self.state = *self.state[:2], action.to(self.agent.bins.device)  # what it remembers
         if replay:
             self.check_finite("observation", self.obs)
             zeros, (deter, stoch, _) = np.zeros(len(self.everyone)), self.state
@@ -1018,13 +1010,13 @@ def train(args: Args) -> dict:
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
     with (
-        contextlib.closing(make_vector_env(args.env_id, args.num_envs)) as envs,
+        contextlib.closing(make_vector_env(args.env_id, args.num_envs, args.action_repeat)) as envs,
         Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
     ):
         spec = ActionSpec(envs.single_action_space)
         sizes = envs.single_observation_space.shape[0], spec.dim, *agent.rssm.sizes
         replay = Replay(args.replay_capacity, args.num_envs, *sizes, agent.bins.device, seed_words)
-        actor = Actor(envs, spec, agent, seed_words, args.exploration_hold)
+        actor = Actor(envs, spec, agent, seed_words)
         print(
             f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
             f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
@@ -1034,10 +1026,9 @@ def train(args: Args) -> dict:
         with stop_signals() as stopped:
             while global_step < args.total_timesteps:
                 # act
-                explored = global_step / args.total_timesteps / args.exploration_fraction
-                exploration = args.exploration_start * max(0.0, 1 - explored)
-                episodes += actor.step(replay, exploration=exploration)
-                before, global_step = global_step, global_step + args.num_envs
+                episodes += actor.step(replay)
+                before = global_step
+                global_step += args.num_envs * args.action_repeat
 
                 # update
                 if global_step > learning_starts and replay.num_windows(args.batch_length).any():
@@ -1086,7 +1077,8 @@ def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray,
     """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
     torch.manual_seed(args.seed)  # sampled latents repeat too
     episodes = {}
-    with contextlib.closing(make_vector_env(args.env_id, num_episodes)) as envs:
+    envs = make_vector_env(args.env_id, num_episodes, args.action_repeat)
+    with contextlib.closing(envs):
         actor = Actor(envs, ActionSpec(envs.single_action_space), agent, [args.seed, EVALUATION])
         while len(episodes) < num_episodes:
             ended = actor.step(deterministic=args.deterministic)
@@ -1101,12 +1093,16 @@ def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> tuple[dict, 
     returns, lengths = evaluate(agent, args, args.eval_episodes)
     env = make_env(args.env_id)
     env.close()
-    spec, memory = ActionSpec(env.action_space), [agent.initial(1), np.ones(1)]
+    spec, state, is_first = ActionSpec(env.action_space), agent.initial(1), np.ones(1)
+    action, num_steps = None, 0
 
     def act_alone(obs):
-        action, memory[0] = agent.act(np.asarray(obs)[None], *memory, args.deterministic)
-        memory[1] = np.zeros(1)
-        return spec.to_env(action)[0]
+        nonlocal state, is_first, action, num_steps
+        if num_steps % args.action_repeat == 0:
+            chosen, state = agent.act(np.asarray(obs)[None], state, is_first, args.deterministic)
+            action, is_first = spec.to_env(chosen)[0], np.zeros(1)
+        num_steps += 1
+        return action
 
     record_gif(args.env_id, args.seed, act_alone, gif)
     evaluation = {

@@ -1010,12 +1010,12 @@ def test_probe_actions(tmp_path, probe):
     assert dreamer.train(args)["eval_return_mean"] == 1.0
 
 
-def counting_actor(env_id, num_envs=1, hold=1.0):
-    envs = dreamer.make_vector_env(env_id, num_envs)
+def counting_actor(env_id, num_envs=1, action_repeat=1):
+    envs = dreamer.make_vector_env(env_id, num_envs, action_repeat)
     spec = dreamer.ActionSpec(envs.single_action_space)
     agent, _ = small_agent(obs_dim=1, nvec=spec.nvec, action_dim=spec.dim)
     replay = dreamer.Replay(4000, num_envs, 1, spec.dim, *agent.rssm.sizes)
-    return dreamer.Actor(envs, spec, agent, [1, 0, 0], hold), replay
+    return dreamer.Actor(envs, spec, agent, [1, 0, 0]), replay
 
 
 @pytest.mark.parametrize("env_id, terminal", [("Count-v0", 1.0), ("CountTimeLimit-v0", 0.0)])
@@ -1035,54 +1035,42 @@ def test_records_of_episodes(env_id, terminal):
     assert (loss[3::4] > 10).all() == bool(terminal), "only a termination teaches an end"
 
 
-@pytest.mark.parametrize("hold", [1, 5])
-def test_exploring_takes_uniform_actions_that_the_agent_remembers(hold):
-    """The policy always chooses 0: half of the steps are uniform over two, so 1 is a quarter."""
-    actor, replay = counting_actor("tests.probes:Count-v0", 4, hold)
-    actor.agent.policy.act = lambda feat, greedy: torch.eye(2)[[0, 0, 0, 0]]
-    taken, step = [], actor.envs.step
-    actor.envs.step = lambda action: taken.append(action) or step(action)
-    for _ in range(600):
-        actor.step(replay, exploration=0.5)
-        assert (actor.spec.to_env(actor.state[2]) == taken[-1]).all(), "the next state needs it"
-    taken = np.stack(taken)
-    assert taken.mean() == pytest.approx(0.25, abs=0.07)
-    assert (taken[:, 0] != taken[:, 1]).any(), "each environment explores for itself"
-    begins = (taken[1:] > taken[:-1]).mean()  # 1 after 0: a new draw, before it 0, now exploring 1
-    assert begins == pytest.approx(0.75 / 4 / hold, rel=0.25)
-    for env in range(4):
-        acted = replay.data["is_last"][env, :800] == 0  # 600 steps, 200 ends
-        recorded = actor.spec.to_env(replay.data["action"][env, :800][acted])
-        assert (recorded == taken[:, env]).all()
+def test_repeated_actions():
+    """Steps of the agent are records; returns, lengths and global_step count the environment's."""
+    actor, replay = counting_actor("tests.probes:Count-v0", action_repeat=2)
+    episodes = [episode for _ in range(6) for episode in actor.step(replay)]
+    assert episodes == [(3.0, 3)] * 3
+    records = {name: value[0, :9] for name, value in replay.data.items()}
+    assert records["obs"][:, 0].tolist() == [0, 2, 3] * 3, "an end cuts the repetition short"
+    assert records["reward"].tolist() == [0, 2, 1] * 3, "rewards add up"
+    assert records["is_first"].tolist() == [1, 0, 0] * 3
+    assert records["is_last"].tolist() == records["is_terminal"].tolist() == [0, 0, 1] * 3
+    actor, _ = counting_actor("tests.probes:CountTimeLimit-v0", action_repeat=2)
+    assert actor.step() == [] and actor.step() == [(3.0, 3)], "a time limit ends it too"
 
 
-def test_uniform_actions():
-    spaces = gym.spaces
-    drawn = dreamer.ActionSpec(spaces.MultiDiscrete([3, 2])).uniform(3000)
-    assert drawn.shape == (3000, 5) and set(drawn.unique().tolist()) == {0, 1}
-    assert (drawn[:, :3].sum(-1) == 1).all() and (drawn[:, 3:].sum(-1) == 1).all()
-    close(drawn.mean(0), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2]), atol=0.04)
-    drawn = dreamer.ActionSpec(spaces.Box(-2, 2, (2,), np.float32)).uniform(3000)
-    close(drawn.aminmax(dim=0).max, torch.ones(2), atol=0.01)
-    close(drawn.aminmax(dim=0).min, -torch.ones(2), atol=0.01)
-    close(drawn.mean(0), torch.zeros(2), atol=0.05)
+def test_repeated_actions_in_training(monkeypatch, tmp_path):
+    """One update per 2 steps of the agent, 6 of the environment; the GIF keeps actions as well."""
+    updates, shown = [], []
+    original, record = dreamer.train_step, dreamer.record_gif
+    monkeypatch.setattr(
+        dreamer, "train_step", lambda *args, **kw: updates.append(1) or original(*args, **kw)
+    )
 
+    def record_gif(env_id, seed, act, path):
+        record(env_id, seed, lambda obs: shown.append(act(obs)) or shown[-1], path)
 
-def test_exploring_falls_linearly_to_nothing(monkeypatch, tmp_path):
-    original, seen = dreamer.Actor.step, []
-
-    def step(self, replay=None, deterministic=False, exploration=0.0):
-        seen.append((exploration, replay is None, self.hold))
-        return original(self, replay, deterministic, exploration)
-
-    monkeypatch.setattr(dreamer.Actor, "step", step)
-    options = {"exploration_start": 0.8, "exploration_fraction": 0.5, "exploration_hold": 7}
-    dreamer.train(tiny_run(tmp_path, env_id="tests.probes:Count-v0", train_ratio=1, **options))
-    trained = [exploration for exploration, evaluating, hold in seen if not evaluating]
-    assert all(hold == 7 for _, evaluating, hold in seen if not evaluating)
-    expected = [0.8 * max(0, 1 - t / 200) for t in range(400)]
-    assert trained == pytest.approx(expected, abs=1e-9)
-    assert not any(exploration for exploration, evaluating, _ in seen if evaluating)
+    monkeypatch.setattr(dreamer, "record_gif", record_gif)
+    args = tiny_run(
+        tmp_path, env_id="CartPole-v1", total_timesteps=240, learning_starts=60, action_repeat=3,
+        train_ratio=0.5 * 4 * 8, batch_size=4, batch_length=8, deterministic=False,
+    )
+    summary = dreamer.train(args)
+    assert summary["global_step"] == 240
+    assert len(updates) == pytest.approx((240 - 60) / 3 / 2, abs=1)
+    assert len(shown) > 6
+    blocks = [set(shown[i : i + 3]) for i in range(0, len(shown), 3)]
+    assert all(len(block) == 1 for block in blocks) and len(set.union(*blocks)) == 2
 
 
 def test_environments_start_differently_and_reproducibly():
