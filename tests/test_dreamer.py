@@ -1049,6 +1049,15 @@ def test_repeated_actions():
     assert actor.step() == [] and actor.step() == [(3.0, 3)], "a time limit ends it too"
 
 
+def test_repeated_actions_in_evaluation(tmp_path):
+    args = tiny_run(tmp_path, env_id="tests.probes:Count-v0", action_repeat=3)
+    agent, asked = dreamer.build_agent(args), []
+    act = agent.act
+    agent.act = lambda *args: asked.append(1) or act(*args)
+    returns, lengths = dreamer.evaluate(agent, args, 5)
+    assert (returns == 3).all() and (lengths == 3).all() and len(asked) == 1
+
+
 def test_repeated_actions_in_training(monkeypatch, tmp_path):
     """One update per 2 steps of the agent, 6 of the environment; the GIF keeps actions as well."""
     updates, shown = [], []
