@@ -546,7 +546,8 @@ def test_a_preset_trains_for_an_iteration_and_is_named(script, name, tmp_path):
     module = importlib.import_module(script)
     env_id = PRESET_ENVS[script][name]
     args = module.parse_args(["--env-id", env_id])
-    steps = 600 if script == "dreamer_actor_loss" else args.batch_size + 1
+    dreamer = script == "dreamer_actor_loss"
+    steps = args.learning_starts + 100 if dreamer else args.batch_size + 1
     few = f"--total-timesteps {steps} --eval-episodes 1 --wandb-mode disabled"
     if name == "Atari":
         few += " --num-steps 16 --no-deterministic"  # greedy, the untrained one waits for ever
