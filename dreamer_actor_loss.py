@@ -133,7 +133,7 @@ class Args:
     # algorithm: schedule
     batch_size: int = 16  # sequences per update
     batch_length: int = 16  # steps per sequence (official: 64)
-    train_ratio: float = 128.0  # replayed steps per step of the agent: sets the number of updates
+    train_ratio: float = 128.0  # replayed steps per action of the agent: sets the number of updates
     learning_starts: int = 500  # environment steps before the first update
     replay_capacity: int = 100_000  # steps kept
     learning_rate: float = 1e-3  # official: 4e-5
@@ -974,12 +974,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def return_free_memory():
-    """Gives the system what the C library keeps: gaps between tensors grow to gigabytes."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # other libraries keep less
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def build_agent(args: Args) -> Dreamer:
     """A new agent for the environment, on the device asked for."""
     device = pick_device(args.device)  # first: initial weights depend on the number of threads
@@ -1027,7 +1021,7 @@ def train(args: Args) -> dict:
         actor = Actor(envs, spec, agent, seed_words)
         print(
             f"{sum(p.numel() for p in agent.parameters()):,} parameters, {args.updates_per_step:g} "
-            f"updates per step from step {learning_starts:,}, {replay.num_bytes:,} bytes of replay"
+            f"updates per action from step {learning_starts:,}, {replay.num_bytes:,} bytes replay"
             + ", which starts empty again" * bool(resumed), file=sys.stderr,
         )
         rows, episodes, owed = [], [], 0.0
@@ -1102,14 +1096,15 @@ def evaluate_and_record(agent: nn.Module, args: Args, gif: Path) -> tuple[dict, 
     returns, lengths = evaluate(agent, args, args.eval_episodes)
     env = make_env(args.env_id)
     env.close()
-    spec, state, is_first = ActionSpec(env.action_space), agent.initial(1), np.ones(1)
+    spec, state = ActionSpec(env.action_space), agent.initial(1)
     action, num_steps = None, 0
 
     def act_alone(obs):
-        nonlocal state, is_first, action, num_steps
+        nonlocal state, action, num_steps
         if num_steps % args.action_repeat == 0:
+            is_first = np.array([num_steps == 0], float)
             chosen, state = agent.act(np.asarray(obs)[None], state, is_first, args.deterministic)
-            action, is_first = spec.to_env(chosen)[0], np.zeros(1)
+            action = spec.to_env(chosen)[0]
         num_steps += 1
         return action
 
@@ -1345,6 +1340,12 @@ def load_checkpoint(path: str | Path) -> dict:
     if not isinstance(state, dict) or state.get("script") != SCRIPT or "agent" not in state:
         raise UsageError(f"{path}: not a checkpoint of {SCRIPT}.py")
     return state
+
+
+def return_free_memory():
+    """Gives the system what the C library keeps: gaps between tensors grow to gigabytes."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # only glibc has the call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

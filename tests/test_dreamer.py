@@ -1058,6 +1058,30 @@ def test_repeated_actions_in_evaluation(tmp_path):
     assert (returns == 3).all() and (lengths == 3).all() and len(asked) == 1
 
 
+def test_the_gif_is_one_episode_that_the_agent_remembers(monkeypatch, tmp_path):
+    """Every choice but the first one builds on the state that the one before has left."""
+    args = tiny_run(tmp_path, env_id="tests.probes:Count-v0", action_repeat=2)
+    agent, asked = dreamer.build_agent(args), []
+    act = agent.act
+
+    def remember(obs, state, is_first, deterministic):
+        action, new = act(obs, state, is_first, deterministic)
+        asked.append((obs.tolist(), state, is_first.tolist(), new))
+        return action, new
+
+    def record_gif(env_id, seed, play, path):
+        asked.clear()  # the evaluation's
+        for step in range(6):
+            play(np.array([step], np.float32))
+
+    monkeypatch.setattr(agent, "act", remember)
+    monkeypatch.setattr(dreamer, "record_gif", record_gif)
+    dreamer.evaluate_and_record(agent, args, tmp_path / "episode.gif")
+    observations, states, firsts, left = zip(*asked)
+    assert observations == ([[0.0]], [[2.0]], [[4.0]]) and firsts == ([1], [0], [0])
+    assert states[1] is left[0] and states[2] is left[1]
+
+
 def test_repeated_actions_in_training(monkeypatch, tmp_path):
     """One update per 2 steps of the agent, 6 of the environment; the GIF keeps actions as well."""
     updates, shown = [], []
