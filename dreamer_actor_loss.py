@@ -269,7 +269,7 @@ class RepeatAction(gym.Wrapper):
         return obs, total, terminated, truncated, info
 
 
-def make_vector_env(env_id: str, num_envs: int, action_repeat: int = 1) -> SyncVectorEnv:
+def make_envs(env_id: str, num_envs: int, action_repeat: int) -> SyncVectorEnv:
     """num_envs copies; the observation after an episode's end is the next episode's first one."""
     makers = [lambda: RepeatAction(make_env(env_id), action_repeat)] * num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -984,7 +984,7 @@ def build_agent(args: Args) -> Dreamer:
 
 
 def restore(agent: nn.Module, checkpoint: dict, path: str):
-    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    """Loads the agent of a checkpoint that must fit the environment and the networks."""
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -1012,7 +1012,7 @@ def train(args: Args) -> dict:
     # A resumed run starts new episodes, and must not replay the ones that the run began with
     seed_words = [args.seed, TRAINING, global_step]
     with (
-        contextlib.closing(make_vector_env(args.env_id, args.num_envs, args.action_repeat)) as envs,
+        contextlib.closing(make_envs(args.env_id, args.num_envs, args.action_repeat)) as envs,
         Run(args, args.total_timesteps, envs.envs[0].spec.reward_threshold, resumed) as run,
     ):
         spec = ActionSpec(envs.single_action_space)
@@ -1080,7 +1080,7 @@ def evaluate(agent: Dreamer, args: Args, num_episodes: int) -> tuple[np.ndarray,
     """Raw returns and lengths of num_episodes episodes, one in each of as many environments."""
     torch.manual_seed(args.seed)  # sampled latents repeat too
     episodes = {}
-    envs = make_vector_env(args.env_id, num_episodes, args.action_repeat)
+    envs = make_envs(args.env_id, num_episodes, args.action_repeat)
     with contextlib.closing(envs):
         actor = Actor(envs, ActionSpec(envs.single_action_space), agent, [args.seed, EVALUATION])
         while len(episodes) < num_episodes:

@@ -401,7 +401,7 @@ def build_agent(args: Args) -> PolicyNetwork:
 
 
 def restore(agent: nn.Module, checkpoint: dict, path: str):
-    """Loads the agent of a checkpoint that must fit the environment and --hidden-sizes."""
+    """Loads the agent of a checkpoint that must fit the environment and the networks."""
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:

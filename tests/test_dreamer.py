@@ -1011,7 +1011,7 @@ def test_probe_actions(tmp_path, probe):
 
 
 def counting_actor(env_id, num_envs=1, action_repeat=1):
-    envs = dreamer.make_vector_env(env_id, num_envs, action_repeat)
+    envs = dreamer.make_envs(env_id, num_envs, action_repeat)
     spec = dreamer.ActionSpec(envs.single_action_space)
     agent, _ = small_agent(obs_dim=1, nvec=spec.nvec, action_dim=spec.dim)
     replay = dreamer.Replay(4000, num_envs, 1, spec.dim, *agent.rssm.sizes)
@@ -1108,7 +1108,7 @@ def test_repeated_actions_in_training(monkeypatch, tmp_path):
 
 def test_environments_start_differently_and_reproducibly():
     def first_rows(words):
-        envs = dreamer.make_vector_env("CartPole-v1", 3)
+        envs = dreamer.make_envs("CartPole-v1", 3, 1)
         spec = dreamer.ActionSpec(envs.single_action_space)
         agent, _ = small_agent(4, spec.nvec, spec.dim)
         return dreamer.Actor(envs, spec, agent, words).obs
@@ -1147,7 +1147,7 @@ def test_several_discrete_actions_are_summed():
 
 def test_out_of_range_actions_are_scored_as_drawn(tmp_path):
     """Pendulum: the replay holds the raw sample, the environment gets the clipped one."""
-    envs = dreamer.make_vector_env("Pendulum-v1", 2)
+    envs = dreamer.make_envs("Pendulum-v1", 2, 1)
     spec = dreamer.ActionSpec(envs.single_action_space)
     agent, _ = small_agent(3, spec.nvec, spec.dim)
     agent.policy.act = lambda feat, greedy: torch.full((2, 1), 3.0)
