@@ -3,6 +3,7 @@
 python -m pytest tests/test_dreamer.py -k "not learns"  # without CartPole's two minutes
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -527,6 +528,24 @@ def test_laprop_with_adaptive_clipping(name):
         optimizer.step()
         for k, p in params.items():
             close(p.detach(), expected[k], rtol=0, atol=1.1e-10)
+
+
+@pytest.mark.parametrize(
+    "anneal_steps, steps, shares",
+    [(0, (0, 500, 1000), (1, 0.55, 0.1)), (400, (0, 200, 400, 1000), (1, 0.55, 0.1, 0.1))],
+)
+def test_learning_rate_rises_over_updates_and_falls_over_steps(anneal_steps, steps, shares):
+    args = dreamer.Args(
+        total_timesteps=1000, anneal_steps=anneal_steps, learning_rate=2e-3, warmup=8,
+        final_lr_fraction=0.1,
+    )  # fmt: skip
+    for step, share in zip(steps, shares):
+        assert dreamer.learning_rate(args, 8, step) == pytest.approx(2e-3 * share)
+        assert dreamer.learning_rate(args, 10_000, step) == pytest.approx(2e-3 * share)
+        assert dreamer.learning_rate(args, 2, step) == pytest.approx(2e-3 * share / 4)
+    longer = dataclasses.replace(args, total_timesteps=3000)
+    same = dreamer.learning_rate(longer, 8, 200) == dreamer.learning_rate(args, 8, 200)
+    assert same == (anneal_steps > 0)  # a longer run then repeats the shorter one
 
 
 def test_initial_weights():
@@ -1202,6 +1221,8 @@ def test_same_seed_same_weights_and_resume(tmp_path, capsys):
     rows = [json.loads(row) for row in (last.parent / "metrics.jsonl").read_text().splitlines()]
     steps = [row["global_step"] for row in rows]
     assert steps == sorted(set(steps))
+    rate = dreamer.learning_rate(longer, resumed["num_updates"], 300)
+    assert rows[-1]["charts/learning_rate"] == rate
     assert {"actor/policy_grad_norm", "actor/entropy_grad_norm", "actor/grad_ratio"} <= rows[
         -1
     ].keys()
