@@ -202,28 +202,26 @@ def make_sample_factory_env(env_id, cfg=None, env_config=None, render_mode=None)
     return gym.make(env_id)
 
 
-def train_sample_factory(env_id: str, seed: int, progress: Progress, num_workers: int) -> int:
-    """Sample Factory's asynchronous PPO. It ships no settings for these environments; these are the
-    zoo's discount, lambda and entropy weight, with its own asynchrony."""
+def train_sample_factory(env_id, seed, progress: Progress, num_workers: int, options=None) -> int:
+    """Sample Factory's asynchronous PPO. It ships no settings for LunarLander; these are the ones
+    of the example for Gymnasium environments that comes with it, which is for CartPole."""
     from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
     from sample_factory.envs.env_utils import register_env
     from sample_factory.train import make_runner
 
     register_env(env_id, make_sample_factory_env)
-    zoo = ZOO[env_id]["options"]
-    options = dict(
+    options = options or dict(
+        num_envs_per_worker=20, policy_workers_per_policy=2, batch_size=512, reward_scale=0.1
+    )
+    options |= dict(
         env=env_id, algo="APPO", device="cpu", seed=seed, train_dir=tempfile.mkdtemp(),
         experiment="run", use_rnn=False, recurrence=1, with_vtrace=False,
-        num_workers=num_workers or 2, num_envs_per_worker=16, rollout=128, batch_size=512,
-        num_batches_per_epoch=8, num_epochs=4, learning_rate=1e-3, gamma=zoo["gamma"],
-        gae_lambda=zoo["gae_lambda"], exploration_loss_coeff=zoo.get("ent_coef", 0.0),
-        value_bootstrap=True, normalize_returns=True, nonlinearity="tanh",
-        reward_scale=0.01 if env_id.startswith("LunarLander") else 0.1,
-        train_for_env_steps=progress.limit, log_to_file=False, stats_avg=100,
-        save_every_sec=10_000, experiment_summaries_interval=1_000,
+        num_workers=num_workers or 2, train_for_env_steps=progress.limit, log_to_file=False,
+        stats_avg=100, save_every_sec=10_000, experiment_summaries_interval=1_000,
     )  # fmt: skip
-    argv = [f"--{name}={value}" for name, value in options.items()]
-    argv += ["--encoder_mlp_layers", "64", "64"]
+    argv = []
+    for name, value in options.items():
+        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     parser, _ = parse_sf_args(argv)
     _, runner = make_runner(parse_full_cfg(parser, argv))
 
@@ -240,12 +238,29 @@ def train_sample_factory(env_id: str, seed: int, progress: Progress, num_workers
     return runner.env_steps[0]
 
 
+def train_sample_factory_matched(env_id, seed, progress: Progress, num_workers: int) -> int:
+    """The same with as many environments, windows and minibatches as ppo.py has on LunarLander, and
+    the zoo's discount, lambda and entropy weight."""
+    zoo = ZOO[env_id]["options"]
+    options = dict(
+        num_envs_per_worker=16, rollout=128, batch_size=512, num_batches_per_epoch=8, num_epochs=4,
+        learning_rate=1e-3, gamma=zoo["gamma"], gae_lambda=zoo["gae_lambda"],
+        exploration_loss_coeff=zoo.get("ent_coef", 0.0), value_bootstrap=True,
+        normalize_returns=True, nonlinearity="tanh", encoder_mlp_layers=[64, 64],
+        reward_scale=0.01 if env_id.startswith("LunarLander") else 0.1,
+    )  # fmt: skip
+    return train_sample_factory(env_id, seed, progress, num_workers, options)
+
+
+SAMPLE_FACTORY = ["sample-factory", "torch", "gymnasium", "numpy"]
+PUFFER = ["pufferlib", "torch", "gymnasium", "numpy"]
 PEERS = {
     "sb3": (train_sb3, ["stable-baselines3", "torch", "gymnasium", "numpy"]),
     "sbx": (train_sbx, ["sbx-rl", "jax", "gymnasium", "numpy"]),
-    "sample-factory": (train_sample_factory, ["sample-factory", "torch", "gymnasium", "numpy"]),
-    "puffer-matched": (train_puffer_matched, ["pufferlib", "torch", "gymnasium", "numpy"]),
-    "puffer": (train_puffer, ["pufferlib", "torch", "gymnasium", "numpy"]),
+    "sample-factory": (train_sample_factory, SAMPLE_FACTORY),
+    "sample-factory-matched": (train_sample_factory_matched, SAMPLE_FACTORY),
+    "puffer": (train_puffer, PUFFER),
+    "puffer-matched": (train_puffer_matched, PUFFER),
 }
 
 
